@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pytest import MonkeyPatch
 
 collect_ignore_glob = [] if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" else ["*.py"]
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Any:
+def runtime(monkeypatch: MonkeyPatch) -> Any:
     """A process whose model is loaded and that nobody configured."""
     from hcache_backend.sglang import runtime as runtime_module
     from tests.engine.in_process.storage_config import unconfigured_runtime
@@ -25,7 +26,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def checks_never_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def checks_never_rest(monkeypatch: MonkeyPatch) -> None:
     """However busy the machine is."""
     from hcache_backend.checks import service as service_check
 
@@ -33,7 +34,7 @@ def checks_never_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def shared(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     """The folder that all machines see; a busy machine has the time that it needs to look up."""
     from hcache_backend.tiers import tier as store
     from tests.engine.in_process.shared.machines import SECONDS
@@ -47,7 +48,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def machine(tmp_path: Path, shared: Path, runtime: Any) -> Iterator[Any]:
     """Makes the machine of a name, with a pool of its own unless one is given."""
     from tests.engine.in_process.shared.machines import Machine
-    from tests.engine.in_process.test_storage import HostPool
+    from tests.engine.in_process.storage_config import HostPool
 
     with ExitStack() as open_machines:
 
@@ -57,3 +58,13 @@ def machine(tmp_path: Path, shared: Path, runtime: Any) -> Iterator[Any]:
             return found
 
         yield made
+
+
+@pytest.fixture
+def first(machine: Any) -> Any:
+    return machine("first")
+
+
+@pytest.fixture
+def second(machine: Any) -> Any:
+    return machine("second")

@@ -1,4 +1,4 @@
-"""What SGLang tells a storage backend about a rank."""
+"""What SGLang tells a storage backend about a rank, and a host pool."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -11,6 +11,30 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from hcache_backend.sglang.runtime import Runtime, Weights
 
 PAGE = 4
+KEYS = [f"{i:064x}" for i in range(8)]
+
+
+class HostPool:
+    """Two pieces of memory a page, as SGLang's page_first pools have."""
+
+    layout = "page_first"
+    size = 64 * PAGE
+    conv_dtype = temporal_dtype = torch.uint8  # those of states
+
+    def __init__(self, bytes_per_token: int) -> None:
+        self.size_per_token = 2 * bytes_per_token
+        self.page_size = PAGE
+        self.data = torch.zeros((2, 64, PAGE * bytes_per_token), dtype=torch.uint8)
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        pages = (indices[::PAGE] // PAGE).tolist()
+        parts = [self.data[half, page] for page in pages for half in (0, 1)]
+        return [part.data_ptr() for part in parts], [part.numel() for part in parts]
+
+    def fill(self, pages: range) -> torch.Tensor:
+        """Random bytes in ``pages``; returns their host indices."""
+        self.data[:, pages.start : pages.stop].random_(0, 255)
+        return torch.arange(pages.start * PAGE, pages.stop * PAGE)
 
 
 def storage_config(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pytest import MonkeyPatch
 
 from hcache_backend import metrics
 from hcache_backend.checks import service as service_check
@@ -160,6 +161,11 @@ class Checks:
             order=None,
         )
 
+    @property
+    def waiting(self) -> list[int]:
+        """Host pages whose checks are under way."""
+        return [check.host_page for check in self.checks._waiting]
+
     def gather_now(self, shards: Any, fetch: Any) -> None:
         fetch(shards[0])
         self.exchanged += 1
@@ -176,11 +182,13 @@ class Checks:
             turn_of_checks(self.checks)
 
 
-def test_a_check_under_way_says_nothing_of_other_weights(
-    machine: Machine, runtime: Runtime
-) -> None:
+@pytest.fixture
+def checks(machine: Machine, runtime: Runtime) -> Checks:
+    return Checks(machine, runtime)
+
+
+def test_a_check_under_way_says_nothing_of_other_weights(checks: Checks, runtime: Runtime) -> None:
     """It may have projected with them what the weights before them left."""
-    checks = Checks(machine, runtime)
     checks.backed_up(1)
     runtime.begin_weight_update()
     checks.read()
@@ -200,7 +208,7 @@ def test_a_check_without_memory_raises_nothing_and_says_nothing_of_the_page(
     before = counted.get()
     checks.projector.error = torch.OutOfMemoryError("a test")
     checks.backed_up(1)
-    assert checks.exchanged == LAYERS and len(checks.checks._waiting) == 1
+    assert (checks.exchanged, checks.waiting) == (LAYERS, [1])
     checks.read()
     assert runtime.quarantine is None
     assert counted.get() == before + LAYERS
@@ -211,13 +219,12 @@ def test_a_check_without_memory_raises_nothing_and_says_nothing_of_the_page(
 
 
 def test_checks_rest_when_they_took_more_than_their_share_of_time(
-    machine: Machine, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+    checks: Checks, monkeypatch: MonkeyPatch
 ) -> None:
     now = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0], thread_time=lambda: now[0])
     monkeypatch.setattr(service_check, "time", clock)
     monkeypatch.setattr(service_check, "_BURST_SECONDS", 0.1)
-    checks = Checks(machine, runtime)
 
     def slow(*_: object) -> None:
         now[0] += 0.5 / LAYERS  # a check takes half a second
@@ -225,24 +232,18 @@ def test_checks_rest_when_they_took_more_than_their_share_of_time(
 
     monkeypatch.setattr(checks.projector, "project", slow)
     checks.backed_up(1)
-    assert len(checks.checks._waiting) == 1
+    assert checks.waiting == [1]
     checks.read()
-    checks.backed_up(2)
-    assert not checks.checks._waiting
-    now[0] += 3.4  # 0.35 seconds are to be made up for: 3.5 seconds at a tenth
-    turn_of_checks(checks.checks)
-    checks.backed_up(3)
-    assert not checks.checks._waiting
-    now[0] += 0.2
-    turn_of_checks(checks.checks)
-    checks.backed_up(4)
-    assert [check.host_page for check in checks.checks._waiting] == [4]
+    # 0.35 seconds are to be made up for: 3.5 seconds at a tenth
+    for page, seconds, waiting in ((2, 0.0, []), (3, 3.4, []), (4, 0.2, [4])):
+        now[0] += seconds
+        turn_of_checks(checks.checks)
+        checks.backed_up(page)
+        assert checks.waiting == waiting
 
 
-def test_all_ranks_rest_while_one_of_them_has_to(
-    machine: Machine, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checks, tired = Checks(machine, runtime), [True]
+def test_all_ranks_rest_while_one_of_them_has_to(checks: Checks, machine: Machine) -> None:
+    tired = [True]
 
     def with_another(numbers: torch.Tensor, _: object) -> None:
         numbers[0] *= not tired[0]
@@ -251,17 +252,14 @@ def test_all_ranks_rest_while_one_of_them_has_to(
     machine.capture.transfers().synchronize()
     turn_of_checks(checks.checks, with_another)
     checks.backed_up(2)
-    assert not checks.checks._waiting
+    assert checks.waiting == []
     tired[0] = False
     turn_of_checks(checks.checks, with_another)
     checks.backed_up(3)
-    assert [check.host_page for check in checks.checks._waiting] == [3]
+    assert checks.waiting == [3]
 
 
-def test_memory_that_results_of_checks_are_copied_to_is_used_again(
-    machine: Machine, runtime: Runtime
-) -> None:
-    checks = Checks(machine, runtime)
+def test_memory_that_results_of_checks_are_copied_to_is_used_again(checks: Checks) -> None:
     seen = set()
     for page in (1, 2, 3):
         checks.backed_up(page)
@@ -270,13 +268,3 @@ def test_memory_that_results_of_checks_are_copied_to_is_used_again(
         seen.add(check.buffer.memory.data_ptr())
         checks.read()
     assert len(seen) == 1
-
-
-def test_no_further_page_is_checked_while_many_are_under_way(
-    machine: Machine, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(service_check, "_WAITING", 2)
-    checks = Checks(machine, runtime)
-    for page in (1, 2, 3):
-        checks.backed_up(page)
-    assert [check.host_page for check in checks.checks._waiting] == [1, 2]

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from inspect import signature
 from pathlib import Path
 from pkgutil import resolve_name
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import LogCaptureFixture, MonkeyPatch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
@@ -69,27 +71,24 @@ def test_every_seam_is_there_and_each_hook_is_applied_once() -> None:
 
 
 def test_a_missing_seam_is_named() -> None:
-    def function(original: Callable[..., Any], *args: Any) -> Any:
-        return original(*args)
-
     for target in ("sglang.srt.no.Such.thing", RESET.target + "_of_another_version"):
-        assert install([Hook(target, function)]) == f"SGLang has no place for the hooks on {target}"
+        hook = Hook(target, lambda original, *args: original(*args))
+        assert install([hook]) == f"SGLang has no place for the hooks on {target}"
 
 
 def test_a_target_that_another_plugin_patched_first_is_hooked_all_the_same() -> None:
     calls: list[str] = []
 
-    def theirs(original: Callable[..., Any], *args: Any) -> Any:
-        calls.append("theirs")
-        return original(*args)
+    def hook_of(name: str) -> Callable[..., Any]:
+        def hook(original: Callable[..., Any], *args: Any) -> Any:
+            calls.append(name)
+            return original(*args)
 
-    def ours(original: Callable[..., Any], *args: Any) -> Any:
-        calls.append("ours")
-        return original(*args)
+        return hook
 
-    HookRegistry.register(RESET.target, theirs, HookType.AROUND)
+    HookRegistry.register(RESET.target, hook_of("theirs"), HookType.AROUND)
     HookRegistry.apply_hooks()
-    assert install([Hook(RESET.target, ours)]) is None
+    assert install([Hook(RESET.target, hook_of("ours"))]) is None
     # The real function, on something that is no controller.
     with pytest.raises((AttributeError, TypeError)):
         HybridCacheController.reset(SimpleNamespace())
@@ -119,13 +118,13 @@ class Broken:
         raise LookupError(f"broken: {name}")
 
 
-RAISES = [hook for hook in every_hook() if hook.on_error is not OnError.RAISE]
+GO_ON = [hook for hook in every_hook() if hook.on_error is not OnError.RAISE]
 WITHOUT_L3 = {SEND_PREFIX.target: (None, 0)}
 """Of the hooks that do not go on as without them: what they give, how often they ask SGLang."""
 
 
 @pytest.fixture
-def active(monkeypatch: pytest.MonkeyPatch) -> Any:
+def active(monkeypatch: MonkeyPatch) -> Any:
     """A process with a server, every part of which raises."""
     runtime = Runtime(None)
     hook_registry.guarded.cache_clear()  # each error is said once
@@ -141,52 +140,68 @@ def active(monkeypatch: pytest.MonkeyPatch) -> Any:
     return runtime
 
 
-@pytest.mark.parametrize("hook", RAISES, ids=lambda hook: hook.function.__qualname__)
-def test_sglang_goes_on_when_a_hook_raises(
-    hook: Hook, active: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each hook of ours meets things that raise, before or after it has called SGLang."""
-    calls: list[Any] = []
+class Calls:
+    """SGLang's function behind a hook, which is called with things that raise.
 
-    def original(*args: Any, **kwargs: Any) -> str:
-        calls.append((args, kwargs))
+    Attributes:
+        given: The arguments of each call.
+    """
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.given, self._error = list[tuple[Any, ...]](), error
+
+    def __call__(self, *args: Any, **kwargs: Any) -> str:
+        assert kwargs == {}
+        self.given.append(args)
+        if self._error is not None:
+            raise self._error
         return "SGLang's"
 
-    arguments = [Broken() for _ in list(signature(hook.function).parameters.values())[1:4]]
+
+def broken_arguments(hook: Hook) -> list[Any]:
+    return [Broken() for _ in list(signature(hook.function).parameters)[1:4]]
+
+
+@pytest.mark.parametrize("hook", GO_ON, ids=lambda hook: hook.function.__qualname__)
+def test_sglang_goes_on_when_a_hook_raises(
+    hook: Hook, active: Any, caplog: LogCaptureFixture
+) -> None:
+    """Each hook of ours meets things that raise, before or after it has called SGLang."""
+    original, arguments = Calls(), broken_arguments(hook)
     result = hook_registry.guarded(hook)(original, *arguments)
     wanted, times = WITHOUT_L3.get(hook.target, ("SGLang's", 1))
-    assert (result, len(calls)) == (wanted, times)
-    assert all(given == (tuple(arguments), {}) for given in calls)
+    assert (result, original.given) == (wanted, [tuple(arguments)] * times)
     ended = active._reasons["not_restorable"]
     if hook.on_error is OnError.END_L3:
-        assert ended is not None
-        assert hook.target in ended
+        assert hook.target in str(ended)
     else:
         assert ended is None
     assert caplog.records, "it went on without a word"
 
 
-@pytest.mark.parametrize("hook", RAISES, ids=lambda hook: hook.function.__qualname__)
+@pytest.mark.parametrize(
+    "hook",
+    [hook for hook in GO_ON if hook.target not in (SEND_PREFIX.target, scheduler.RECEIVED.target)],
+    ids=lambda hook: hook.function.__qualname__,
+)
 def test_what_sglang_raises_is_raised_once(hook: Hook, active: Any) -> None:
-    """No hook hides an error of SGLang, or asks it twice; but a request that SGLang cannot look up
-    is a request without L3."""
-    calls: list[Any] = []
+    """No hook hides an error of SGLang, or asks it twice. (One does not ask here, one is below.)"""
+    original = Calls(KeyError("SGLang's own"))
+    with pytest.raises(KeyError, match="SGLang's own"):
+        hook_registry.guarded(hook)(original, *broken_arguments(hook))
+    assert len(original.given) == 1
 
-    def original(*args: Any, **kwargs: Any) -> None:
-        calls.append(args)
-        raise KeyError("SGLang's own")
 
-    arguments = [Broken() for _ in list(signature(hook.function).parameters.values())[1:4]]
-    if hook.target == SEND_PREFIX.target:  # does not ask SGLang here
-        assert hook_registry.guarded(hook)(original, *arguments) is None
-    elif hook is scheduler.RECEIVED:
-        vars(arguments[1])["rid"] = "r"
-        assert hook_registry.guarded(hook)(original, *arguments) is None
-        assert len(calls) == 1
-    else:
-        with pytest.raises(KeyError, match="SGLang's own"):
-            hook_registry.guarded(hook)(original, *arguments)
-        assert len(calls) == 1
+def test_what_sglang_cannot_look_up_goes_without_l3(active: Any, caplog: LogCaptureFixture) -> None:
+    """A streaming session's prefix is a virtual node: SGLang's look-up raises in every turn."""
+    original = Calls(TypeError("'_VirtualNode' object cannot be interpreted as an integer"))
+    before = metrics.PROBLEMS.family.labels("look_up")._value.get()
+    for number in range(3):
+        request = SimpleNamespace(rid=f"session-{number}", last_host_node=object())
+        assert hook_registry.guarded(scheduler.RECEIVED)(original, Broken(), request) is None
+    assert len(original.given) == 3
+    assert metrics.PROBLEMS.family.labels("look_up")._value.get() == before + 3
+    assert sum("cannot look up" in line for line in caplog.messages) == 1
 
 
 def test_versions() -> None:
@@ -211,13 +226,12 @@ def runner(**arguments: Any) -> Any:
         "disaggregation_decode_enable_offload_kvcache": False,
         "page_size": 64,
     }
-    return SimpleNamespace(
-        server_args=SimpleNamespace(**{**defaults, **arguments}), model=torch.nn.Linear(2, 2)
-    )
+    args = SimpleNamespace(**defaults | arguments)
+    return SimpleNamespace(server_args=args, model=torch.nn.Linear(2, 2))
 
 
 @pytest.fixture(autouse=True)
-def bootstrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def bootstrapped(monkeypatch: MonkeyPatch) -> None:
     """A server that is started for us, as far as the bootstrap hook goes without a model."""
     monkeypatch.setenv("HCACHE_ENABLE", "1")
     monkeypatch.setattr(attach, "resolved", lambda args: args)
@@ -225,9 +239,7 @@ def bootstrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
 
 
-def test_an_unsupported_version_means_kv_mode_with_that_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unsupported_version_means_kv_mode_with_that_reason(monkeypatch: MonkeyPatch) -> None:
     reasons: list[str | None] = []
     before = hooks_on(resolve_name(ATTENTION.target))
     monkeypatch.setattr(attach, "unsupported_reason", lambda: "SGLang 9 is not one")
@@ -241,7 +253,7 @@ def test_an_unsupported_version_means_kv_mode_with_that_reason(
 
 
 def test_without_hierarchical_cache_there_is_nothing_to_do(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: MonkeyPatch, caplog: LogCaptureFixture
 ) -> None:
     bootstrap(runner(enable_hierarchical_cache=False))
     assert "configured, but inactive: add --enable-hierarchical-cache" in caplog.text
@@ -261,7 +273,7 @@ def test_without_hierarchical_cache_there_is_nothing_to_do(
     ],
 )
 def test_what_could_not_be_told_apart_means_no_l3_at_all(
-    hooks_of: str, arguments: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+    hooks_of: str, arguments: dict[str, Any], said: str, monkeypatch: MonkeyPatch
 ) -> None:
     gone = Hook(RESET.target + "_gone", lambda original, *given: original(*given))
     monkeypatch.setattr(hooks, hooks_of, [gone])
@@ -272,16 +284,14 @@ def test_what_could_not_be_told_apart_means_no_l3_at_all(
     assert current().weights == weights
 
 
-def test_an_sglang_without_a_place_for_pools_keeps_plain_pages(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_sglang_without_a_place_for_pools_keeps_plain_pages(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.delattr(hybrid_pool_assembler, "register_stack_strategy")
     bootstrap(runner())
     assert "this SGLang lacks a seam" in str(current().reason)
 
 
 def test_options_of_the_l3_stand_over_those_of_the_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HCACHE_CONFIG", '{"mode": "kv", "quota_bytes": 5}')
     extra = hcache_config(tmp_path, quota_bytes=6)
@@ -303,8 +313,8 @@ def test_a_wrong_option_stops_every_rank_and_is_told_once(
     own: str | None,
     others: list[str | None],
     logged: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: MonkeyPatch,
+    caplog: LogCaptureFixture,
 ) -> None:
     def work() -> None:
         if own is not None:
@@ -328,7 +338,7 @@ def test_a_wrong_option_stops_every_rank_and_is_told_once(
 
 
 @pytest.mark.parametrize("host", [socket.gethostname(), "another node"])
-def test_each_launcher_gets_one_signal(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_launcher_gets_one_signal(host: str, monkeypatch: MonkeyPatch) -> None:
     """A second one while SGLang's handler logs the first adds a traceback."""
     first, happened = (0, (host, os.getppid()), "disk"), list[str]()
     monkeypatch.setattr(groups.dist, "is_initialized", lambda: True)
@@ -341,19 +351,8 @@ def test_each_launcher_gets_one_signal(host: str, monkeypatch: pytest.MonkeyPatc
     assert happened == ["waits" if host == socket.gethostname() else "signal"]
 
 
-def test_a_server_that_is_not_ours_gets_nothing_but_the_memory_of_its_runner(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("HCACHE_ENABLE")
-    plain, before = runner(), [hooks_on(resolve_name(hook.target)) for hook in every_hook()]
-    bootstrap(plain)
-    assert current().runner is plain
-    assert current().weights is None
-    assert [hooks_on(resolve_name(hook.target)) for hook in every_hook()] == before
-
-
 def test_an_l3_behind_another_one_than_ours_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: MonkeyPatch, caplog: LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HCACHE_CONFIG", '{"shared": {"backend": "file"}}')
     bootstrap(runner(hicache_storage_backend="mooncake"))
@@ -363,31 +362,19 @@ def test_an_l3_behind_another_one_than_ours_is_warned_of(
 
 @pytest.mark.parametrize("enabled", [None, "0"])
 def test_options_without_the_variable_that_enables_them_are_warned_of(
-    enabled: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    enabled: str | None, monkeypatch: MonkeyPatch, caplog: LogCaptureFixture
 ) -> None:
+    """Unless it says that somebody knows. Such a server is not ours: it gets no hooks."""
     monkeypatch.setenv("HCACHE_CONFIG", '{"mode": "hidden"}')
     monkeypatch.delenv("HCACHE_ENABLE")
-    if enabled is not None:  # somebody knows
+    if enabled is not None:
         monkeypatch.setenv("HCACHE_ENABLE", enabled)
-    bootstrap(runner())
-    assert current().config is None
+    before = [hooks_on(resolve_name(hook.target)) for hook in every_hook()]
+    bootstrap(plain := runner())
+    assert (current().runner, current().config, current().weights) == (plain, None, None)
+    assert [hooks_on(resolve_name(hook.target)) for hook in every_hook()] == before
     warning = "hcache: HCACHE_CONFIG is ignored; set HCACHE_ENABLE=1, too"
     assert caplog.messages.count(warning) == (enabled is None)
-
-
-def test_what_sglang_cannot_look_up_goes_without_l3(caplog: pytest.LogCaptureFixture) -> None:
-    """A streaming session's prefix is a virtual node: SGLang's look-up raises in every turn."""
-
-    def look_up(scheduler: Any, req: Any) -> Any:
-        raise TypeError("'_VirtualNode' object cannot be interpreted as an integer")
-
-    before = metrics.PROBLEMS.family.labels("look_up")._value.get()
-    for number in range(3):
-        request = SimpleNamespace(rid=f"session-{number}", last_host_node=object())
-        assert scheduler.around_received(look_up, SimpleNamespace(), request) is None
-    assert metrics.PROBLEMS.family.labels("look_up")._value.get() == before + 3
-    assert [line for line in caplog.messages if "cannot look up" in line] != []
-    assert sum("cannot look up" in line for line in caplog.messages) == 1
 
 
 @pytest.mark.parametrize(
@@ -401,18 +388,12 @@ def test_what_sglang_cannot_look_up_goes_without_l3(caplog: pytest.LogCaptureFix
     ],
 )
 def test_preemption_is_refused_where_sglang_forgets_requests(
-    version: str,
-    enabled: bool,
-    preemption_off: bool,
-    refused: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    version: str, enabled: bool, preemption_off: bool, refused: bool, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compat, "sglang_version", lambda: version)
     args = SimpleNamespace(
         enable_priority_scheduling=enabled, disable_priority_preemption=preemption_off
     )
-    if not refused:
-        attach.check_preemption(args)
-        return
-    with pytest.raises(ConfigError, match=r"--enable-priority-scheduling .* 0\.5\.22 or later"):
+    said = r"--enable-priority-scheduling .* 0\.5\.22 or later"
+    with pytest.raises(ConfigError, match=said) if refused else nullcontext():
         attach.check_preemption(args)

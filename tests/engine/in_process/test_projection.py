@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
@@ -117,40 +118,47 @@ def test_scales_that_are_no_numbers_are_left_to_the_engine() -> None:
     assert pool.of_layer(replace(layer, kernel=kernel)) is None
 
 
-def projections_of(
-    modules: list[Attention], config: HCacheConfig | None = None
-) -> tuple[Runtime, Projector, LayerSpecs]:
+def rotated() -> list[Attention]:
+    """The modules of two layers."""
+    return [Attention(rope=Rope()) for _ in range(2)]
+
+
+class Projections:
     """Everything between a passed probe and the first request, for a pool of two layers."""
-    layers = [
-        replace(attention_layer(index, None), module=module) for index, module in enumerate(modules)
-    ]
-    runner = SimpleNamespace(model_config=SimpleNamespace(context_len=POSITION_LIMIT))
-    runtime = Runtime(runner, config or HCacheConfig())
-    pool = pool_of(torch.float32)
-    projector = Projector(PagedPool(pool), 2)
-    hidden, positions = tokens()
-    slots = torch.arange(64, 64 + len(hidden))
-    probe = Probe(tuple(layers), (hidden, hidden), slots, positions, positions)
-    for layer in layers:  # what the model would have written
-        projector.project_to_pool(layer, hidden, positions, probe.slots)
-    projections = LayerSpecs(runtime, probe, projector, None)
-    projections.find()
-    projections.check_writing()
-    return runtime, projector, projections
+
+    def __init__(self, modules: list[Attention]) -> None:
+        layers = [
+            replace(attention_layer(index, None), module=module)
+            for index, module in enumerate(modules)
+        ]
+        runner = SimpleNamespace(model_config=SimpleNamespace(context_len=POSITION_LIMIT))
+        self.runtime = Runtime(runner, HCacheConfig())
+        self.projector = Projector(PagedPool(pool_of(torch.float32)), 2)
+        hidden, positions = tokens()
+        slots = torch.arange(64, 64 + len(hidden))
+        probe = Probe(tuple(layers), (hidden, hidden), slots, positions, positions)
+        for layer in layers:  # what the model would have written
+            self.projector.project_to_pool(layer, hidden, positions, slots)
+        self.specs = LayerSpecs(self.runtime, probe, self.projector, None)
+        self.specs.find()
+        self.specs.check_writing()
+        self.specs.settle()
+
+    @property
+    def by_spec(self) -> list[bool]:
+        return [spec is not None for spec in self.projector.specs]
+
+    @property
+    def said(self) -> list[tuple[str, str]]:
+        """How groups of layers are projected, and why."""
+        return [(group.method, group.detail) for group in self.runtime.projection]
 
 
-def by_spec(projector: Projector) -> list[bool]:
-    return [spec is not None for spec in projector.specs]
-
-
-def test_a_layer_without_a_spec_on_one_rank_has_none_on_any(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    runtime, projector, projections = projections_of([Attention(rope=Rope()) for _ in range(2)])
+def test_a_layer_without_a_spec_on_one_rank_has_none_on_any(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(probe_module, "smallest", lambda group, *flags: (flags[0], False))
-    projections.settle()
-    assert by_spec(projector) == [True, False]
-    assert [(group.method, group.detail) for group in runtime.projection] == [
+    projections = Projections(rotated())
+    assert projections.by_spec == [True, False]
+    assert projections.said == [
         ("spec", "fused weight 128x96, RoPE neox 16"),
         ("generic", "another rank has no spec"),
     ]
@@ -170,76 +178,77 @@ def rounded_once_more(call: ProjectionCall) -> None:
     call.pool.k[call.slots] = call.pool.k[call.slots].half().float()
 
 
-def test_ways_to_project_are_held_to_the_same_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured to be the fastest may not be exact; the module's own product is, then."""
-    good, bad = way_that(lambda call: None), way_that(rounded_once_more)
-    for ways, found in (
+GOOD, BAD = way_that(lambda call: None), way_that(rounded_once_more)
+
+
+@pytest.mark.parametrize(
+    ("ways", "found"),
+    [
         ([None], "fused weight 128x96, RoPE neox 16"),
-        ([None, good], "fused weight 128x96, RoPE neox 16"),
-        ([good, bad], "128 columns of one module, RoPE neox 16"),
-    ):
-        monkeypatch.setattr(probe_module, "ways_in_use", lambda *_, ways=ways: ways)
-        runtime, projector, projections = projections_of([Attention(rope=Rope()) for _ in range(2)])
-        projections.settle()
-        assert by_spec(projector) == [True, True]
-        assert [(group.method, group.detail) for group in runtime.projection] == [("spec", found)]
+        ([None, GOOD], "fused weight 128x96, RoPE neox 16"),
+        ([GOOD, BAD], "128 columns of one module, RoPE neox 16"),
+    ],
+)
+def test_ways_to_project_are_held_to_the_same_test(
+    ways: list[Any], found: str, monkeypatch: MonkeyPatch
+) -> None:
+    """What was measured to be the fastest may not be exact; the module's own product is, then."""
+    monkeypatch.setattr(probe_module, "ways_in_use", lambda *_: ways)
+    projections = Projections(rotated())
+    assert projections.by_spec == [True, True]
+    assert projections.said == [("spec", found)]
 
 
 def test_modules_project_where_their_own_product_is_not_exact_in_the_pool_either(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(probe_module, "ways_in_use", lambda *_: [way_that(rounded_once_more)])
+    monkeypatch.setattr(probe_module, "ways_in_use", lambda *_: [BAD])
     write, written = PagedPool.store, itertools.count()
 
     def store(pool: PagedPool, kernel: Any, slots: Any, k: Any, v: Any) -> None:
         write(pool, kernel, slots, k * (1 + 1e-3 * next(written)), v)
 
     monkeypatch.setattr(PagedPool, "store", store)
-    runtime, projector, projections = projections_of([Attention(rope=Rope()) for _ in range(2)])
-    projections.settle()
-    assert by_spec(projector) == [False, False]
-    [group] = runtime.projection
+    projections = Projections(rotated())
+    assert projections.by_spec == [False, False]
+    [group] = projections.runtime.projection
     assert group.detail == f"in the KV pool {LESS_EXACT}" and group.exactness.startswith("spec K")
 
 
-def test_the_environment_leaves_every_layer_to_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_leaves_every_layer_to_its_module(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("HCACHE_PROJECTION", "generic")
-    runtime, projector, projections = projections_of([Attention(rope=Rope()) for _ in range(2)])
-    projections.settle()
-    assert by_spec(projector) == [False, False]
-    assert [(group.method, group.detail) for group in runtime.projection] == [
-        ("generic", "HCACHE_PROJECTION is 'generic'")
-    ]
+    projections = Projections(rotated())
+    assert projections.by_spec == [False, False]
+    assert projections.said == [("generic", "HCACHE_PROJECTION is 'generic'")]
 
 
 def test_no_spec_is_used_between_a_weight_update_and_the_flush() -> None:
     modules = [Attention(rope=Rope(), norm={}) for _ in range(2)]
-    runtime, projector, projections = projections_of(modules)
-    projections.settle()
-    projections.follow_weights()
+    projections = Projections(modules)
+    runtime = projections.runtime
+    projections.specs.follow_weights()
     runtime.caches_were_flushed()
-    assert by_spec(projector) == [True, True]
+    assert projections.by_spec == [True, True]
     runtime.begin_weight_update()
-    assert by_spec(projector) == [False, False]
+    assert projections.by_spec == [False, False]
     modules[0].norm_of_k = Norm(8)  # from now on the module cannot even be called
     modules[1].norm_of_k.kind = "layer"
     runtime.caches_were_flushed()
-    assert by_spec(projector) == [False, False]
+    assert projections.by_spec == [False, False]
     assert "after a weight update: RuntimeError" in runtime.projection[0].detail
     modules[0].norm_of_k = Norm(DIM)
     runtime.begin_weight_update()
     runtime.caches_were_flushed()
-    assert [spec and spec.norm and spec.norm.kind for spec in projector.specs] == ["rms", "layer"]
+    kinds = [spec and spec.norm and spec.norm.kind for spec in projections.projector.specs]
+    assert kinds == ["rms", "layer"]
 
 
 def test_trust_ends_when_new_weights_make_tokens_depend_on_each_other() -> None:
-    modules = [Attention(rope=Rope()) for _ in range(2)]
-    runtime, projector, projections = projections_of(modules)
-    projections.settle()
-    projections.follow_weights()
-    runtime.begin_weight_update()
+    projections = Projections(modules := rotated())
+    projections.specs.follow_weights()
+    projections.runtime.begin_weight_update()
     modules[1].rope = SwitchingRope(by_batch=True)
-    runtime.caches_were_flushed()
-    assert by_spec(projector) == [False, False]
-    assert runtime.quarantine is not None
-    assert "at positions 0..47 changes when position 2047 is projected" in runtime.quarantine
+    projections.runtime.caches_were_flushed()
+    assert projections.by_spec == [False, False]
+    said = "at positions 0..47 changes when position 2047 is projected"
+    assert said in str(projections.runtime.quarantine)

@@ -1,14 +1,18 @@
 """HCacheStorage as HiCache calls it: v1, v2, and trouble."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
+from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageExtraInfo,
     PoolHitPolicy,
@@ -16,39 +20,15 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
 )
 from sglang.srt.mem_cache.utils import hash_str_to_int64
-from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend import HCacheStorage
 from hcache_backend.format.envelope import key_bytes, parse_name
 from hcache_backend.sglang.runtime import Runtime, Weights
 from hcache_backend.start import attach
+from hcache_backend.tiers import events
 from tests.engine.harness.ours import flip_bit
-from tests.engine.in_process.storage_config import PAGE, storage_config
-
-KEYS = [f"{i:064x}" for i in range(8)]
-
-
-class HostPool:
-    """Two pieces of memory a page, as SGLang's page_first pools have."""
-
-    layout = "page_first"
-    size = 64 * PAGE
-    conv_dtype = temporal_dtype = torch.uint8  # those of states
-
-    def __init__(self, bytes_per_token: int) -> None:
-        self.size_per_token = 2 * bytes_per_token
-        self.page_size = PAGE
-        self.data = torch.zeros((2, 64, PAGE * bytes_per_token), dtype=torch.uint8)
-
-    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        pages = (indices[::PAGE] // PAGE).tolist()
-        parts = [self.data[half, page] for page in pages for half in (0, 1)]
-        return [part.data_ptr() for part in parts], [part.numel() for part in parts]
-
-    def fill(self, pages: range) -> torch.Tensor:
-        """Random bytes in ``pages``; returns their host indices."""
-        self.data[:, pages.start : pages.stop].random_(0, 255)
-        return torch.arange(pages.start * PAGE, pages.stop * PAGE)
+from tests.engine.in_process.shared.machines import held
+from tests.engine.in_process.storage_config import KEYS, PAGE, HostPool, storage_config
 
 
 @pytest.fixture
@@ -57,27 +37,56 @@ def pool() -> HostPool:
 
 
 @pytest.fixture
-def storage(tmp_path: Path, runtime: Runtime, pool: HostPool) -> Iterator[HCacheStorage]:
-    storage = HCacheStorage(storage_config(tmp_path), {})
-    storage.register_mem_pool_host(pool)
-    storage.register_mem_host_pool_v2(pool, PoolName.KV)
-    yield storage
-    storage.close()
+def opened(tmp_path: Path, runtime: Runtime, pool: HostPool) -> Iterator[Callable[..., Any]]:
+    """Opens the L3 of a rank with options, over ``pool``."""
+    with ExitStack() as stack:
+
+        def open_l3(options: dict[str, Any] | None = None, **rank: Any) -> HCacheStorage:
+            storage = HCacheStorage(storage_config(tmp_path, options, **rank), {})
+            stack.callback(storage.close)
+            storage.register_mem_pool_host(pool)
+            storage.register_mem_host_pool_v2(pool, PoolName.KV)
+            return storage
+
+        yield open_l3
+
+
+@pytest.fixture
+def storage(opened: Callable[..., HCacheStorage]) -> HCacheStorage:
+    return opened()
+
+
+def with_side(storage: HCacheStorage, name: PoolName) -> HostPool:
+    """Another host pool of the model."""
+    side = HostPool(8)
+    storage.register_mem_host_pool_v2(side, name)
+    return side
+
+
+def put_side(storage: HCacheStorage, name: PoolName, side: HostPool, page: int) -> list[bool]:
+    """Random bytes as a page of a side, behind all pages before it."""
+    given = PoolTransfer(name, side.fill(range(page, page + 1)), keys=KEYS[page : page + 1])
+    before = HiCacheStorageExtraInfo(prefix_keys=KEYS[:page])
+    stored: list[bool] = storage.batch_set_v2([given], before)[name]
+    return stored
+
+
+def window(name: PoolName, pages: int = 1) -> PoolTransfer:
+    """A look-up of so many last pages of a side."""
+    return PoolTransfer(name, keys=KEYS[:pages], hit_policy=PoolHitPolicy.TRAILING_PAGES)
 
 
 def test_pools_do_not_share_pages_and_policies_decide_the_usable_prefix(
     storage: HCacheStorage, pool: HostPool
 ) -> None:
-    side = HostPool(8)
-    storage.register_mem_host_pool_v2(side, PoolName.SWA)
+    side = with_side(storage, PoolName.SWA)
     storage.batch_set_v1(KEYS[:6], pool.fill(range(0, 6)))
     transfer = PoolTransfer(PoolName.SWA, host_indices=side.fill(range(2, 4)), keys=KEYS[2:4])
     assert storage.batch_set_v2([transfer]) == {PoolName.SWA: [True, True]}
 
     every = PoolTransfer(PoolName.SWA, keys=KEYS[:1], hit_policy=PoolHitPolicy.ALL_PAGES)
     assert storage.batch_exists_v2(KEYS, [every]).kv_hit_pages == 0
-    last = PoolTransfer(PoolName.SWA, keys=KEYS[:2], hit_policy=PoolHitPolicy.TRAILING_PAGES)
-    result = storage.batch_exists_v2(KEYS, [last])
+    result = storage.batch_exists_v2(KEYS, [window(PoolName.SWA, 2)])
     assert result.kv_hit_pages == 4
     assert result.extra_pool_hit_pages == {PoolName.KV: 6, PoolName.SWA: 4}
     assert storage.batch_exists_v2(KEYS).kv_hit_pages == 6
@@ -90,13 +99,11 @@ def test_pools_do_not_share_pages_and_policies_decide_the_usable_prefix(
 
 
 def test_a_state_close_behind_another_one_of_its_sequence_is_not_written(
-    tmp_path: Path, runtime: Runtime, pool: HostPool
+    opened: Callable[..., HCacheStorage],
 ) -> None:
     """`state_tokens` of three pages. A state behind other pages is another sequence's."""
-    config = storage_config(tmp_path, {"state_tokens": 3 * PAGE})
-    storage, side = HCacheStorage(config, {}), HostPool(8)
-    storage.register_mem_pool_host(pool)
-    storage.register_mem_host_pool_v2(side, PoolName.MAMBA)
+    storage = opened({"state_tokens": 3 * PAGE})
+    side = with_side(storage, PoolName.MAMBA)
 
     def stored(keys: list[str]) -> bool:
         """Write a state at the end of these pages; is it there?"""
@@ -105,97 +112,79 @@ def test_a_state_close_behind_another_one_of_its_sequence_is_not_written(
         assert storage.batch_set_v2([page], before) == {PoolName.MAMBA: [True]}
         return storage.batch_get_v2([page]) == {PoolName.MAMBA: [True]}
 
-    assert stored(KEYS[:1])
-    assert not stored(KEYS[:2])
-    assert not stored(KEYS[:3])
-    assert stored(KEYS[:4])
-    assert not stored(KEYS[:6])
-    assert stored(KEYS[:7])
+    found = [pages for pages in (1, 2, 3, 4, 6, 7) if stored(KEYS[:pages])]
+    assert found == [1, 4, 7]
     assert stored([f"{i:064x}" for i in range(50, 53)])
-    storage.close()
 
 
 def test_a_state_that_one_rank_has_lost_is_near_for_no_rank(
-    tmp_path: Path, runtime: Runtime, pool: HostPool
+    opened: Callable[..., HCacheStorage], runtime: Runtime, pool: HostPool
 ) -> None:
     """SGLang takes the shortest hit of the ranks: each of them must have a state there."""
-    side = HostPool(8)
-    ranks = []
-    for rank in range(2):
-        config = storage_config(tmp_path, {"state_tokens": 5 * PAGE}, tp_rank=rank, tp_size=2)
-        ranks.append(HCacheStorage(config, {}))
-        ranks[-1].register_mem_pool_host(pool)
-        ranks[-1].register_mem_host_pool_v2(side, PoolName.MAMBA)
-    trailing = PoolTransfer(PoolName.MAMBA, keys=KEYS[:1], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    options = {"state_tokens": 5 * PAGE}
+    ranks = [opened(options, tp_rank=rank, tp_size=2) for rank in range(2)]
+    sides = [with_side(storage, PoolName.MAMBA) for storage in ranks]
 
     def turn(pages: int) -> list[int]:
         """Each rank writes the K and V of a turn, and the state at its end; its hits then."""
-        for storage in ranks:
+        for storage, side in zip(ranks, sides, strict=True):
             storage.batch_set_v1(KEYS[:pages], pool.fill(range(pages)))
-            end = PoolTransfer(PoolName.MAMBA, side.fill(range(1)), keys=KEYS[pages - 1 : pages])
-            storage.batch_set_v2([end], HiCacheStorageExtraInfo(prefix_keys=KEYS[: pages - 1]))
-        return [storage.batch_exists_v2(KEYS, [trailing]).kv_hit_pages for storage in ranks]
+            put_side(storage, PoolName.MAMBA, side, pages - 1)
+        looked_up = [storage.batch_exists_v2(KEYS, [window(PoolName.MAMBA)]) for storage in ranks]
+        return [found.kv_hit_pages for found in looked_up]
 
     assert turn(4) == [4, 4]
     assert turn(6) == [4, 4]
     assert runtime.weights is not None
     ranks[0]._tier.drop([ranks[0]._namespace(PoolName.MAMBA, 0, runtime.weights)])
     assert turn(8) == [8, 8]
-    for storage in ranks:
-        storage.close()
 
 
 def test_prefixes_that_every_pool_can_end_are_listed(
     storage: HCacheStorage, pool: HostPool
 ) -> None:
     """Two pools with windows: the longest prefix of one may be none that the other can end."""
-    sides = {PoolName.SWA: (2, [0, 1, 4, 5]), PoolName.MAMBA: (1, [1, 3])}
     storage.batch_set_v1(KEYS[:6], pool.fill(range(0, 6)))
-    transfers = []
-    for name, (window, stored) in sides.items():
-        side = HostPool(8)
-        storage.register_mem_host_pool_v2(side, name)
+    for name, stored in ((PoolName.SWA, [0, 1, 4, 5]), (PoolName.MAMBA, [1, 3])):
+        side = with_side(storage, name)
         for page in stored:
-            indices = side.fill(range(page, page + 1))
-            storage.batch_set_v2([PoolTransfer(name, host_indices=indices, keys=[KEYS[page]])])
-        policy = PoolHitPolicy.TRAILING_PAGES
-        transfers.append(PoolTransfer(name, keys=KEYS[:window], hit_policy=policy))
-    result = storage.batch_exists_v2(KEYS, transfers)
+            put_side(storage, name, side, page)
+    asked = [window(PoolName.SWA, 2), window(PoolName.MAMBA)]
+    result = storage.batch_exists_v2(KEYS, asked)
     assert result.extra_pool_hit_pages == {PoolName.KV: 6, PoolName.SWA: 6, PoolName.MAMBA: 4}
     assert result.restorable_prefix_pages == [2]
     assert result.kv_hit_pages == 2
 
 
+def files(folder: Path) -> set[Path]:
+    return set(folder.glob("**/*.page"))
+
+
 def test_evicted_pages_of_other_pools_have_no_event(
-    tmp_path: Path, runtime: Runtime, pool: HostPool, monkeypatch: pytest.MonkeyPatch
+    opened: Callable[..., HCacheStorage], tmp_path: Path, pool: HostPool, monkeypatch: MonkeyPatch
 ) -> None:
     """They have the keys of pages of K and V, which stay."""
     monkeypatch.setattr(attach, "publishes_events", lambda: True)
-    storage, side = HCacheStorage(storage_config(tmp_path, {"events": True}), {}), HostPool(8)
-    storage.register_mem_pool_host(pool)
-    storage.register_mem_host_pool_v2(side, PoolName.MAMBA)
-    store = storage._tier.local.store
-
-    def files() -> set[Path]:
-        return set(tmp_path.glob("**/*.page"))
+    storage = opened({"events": True})
+    side = with_side(storage, PoolName.MAMBA)
 
     def evict(pages: set[Path]) -> list[list[int]]:
         """The store says that it has evicted these; blocks that were removed."""
-        store.stats.on_evicted([name for page in pages if (name := parse_name(page.name))])
+        names = [name for page in pages if (name := parse_name(page.name))]
+        storage._tier.local.store.stats.on_evicted(names)
         assert storage.events is not None
         return [event.block_hashes for event in storage.events.take()]
 
     storage.batch_set_v1(KEYS[:1], pool.fill(range(1)))
-    kv = files()
-    storage.batch_set_v2([PoolTransfer(PoolName.MAMBA, side.fill(range(1)), keys=KEYS[:1])])
-    assert (len(kv), len(files())) == (1, 2)
-    assert evict(files() - kv) == []
+    kv = files(tmp_path)
+    put_side(storage, PoolName.MAMBA, side, 0)
+    assert (len(kv), len(files(tmp_path))) == (1, 2)
+    assert evict(files(tmp_path) - kv) == []
     assert evict(kv) == [[hash_str_to_int64(KEYS[0])]]
-    storage.close()
 
 
 @pytest.mark.parametrize(
-    ("name", "window", "damaged", "rest"),
+    ("name", "pages", "damaged", "rest"),
     [
         (PoolName.MAMBA, 1, [5], 4),
         (PoolName.MAMBA, 1, [5, 3], 2),
@@ -206,7 +195,7 @@ def test_evicted_pages_of_other_pools_have_no_event(
 )
 def test_behind_a_damaged_side_the_next_hit_ends_at_the_last_whole_one(
     name: PoolName,
-    window: int,
+    pages: int,
     damaged: list[int],
     rest: int,
     storage: HCacheStorage,
@@ -214,35 +203,28 @@ def test_behind_a_damaged_side_the_next_hit_ends_at_the_last_whole_one(
     tmp_path: Path,
 ) -> None:
     """All that is damaged is found at once, and what is whole stays."""
-    side = HostPool(8)
-    storage.register_mem_host_pool_v2(side, name)
+    side = with_side(storage, name)
     storage.batch_set_v1(KEYS[:6], pool.fill(range(0, 6)))
-    for page in range(1, 6, 2) if window == 1 else range(6):
-        indices = side.fill(range(page, page + 1))
-        before = set(tmp_path.glob("**/*.page"))
-        storage.batch_set_v2([PoolTransfer(name, host_indices=indices, keys=[KEYS[page]])])
+    for page in range(1, 6, 2) if pages == 1 else range(6):
+        before = files(tmp_path)
+        put_side(storage, name, side, page)
         if page in damaged:
-            [file] = set(tmp_path.glob("**/*.page")) - before
+            [file] = files(tmp_path) - before
             flip_bit(file, file.stat().st_size // 2)
-    policy = PoolHitPolicy.TRAILING_PAGES
-    asked = PoolTransfer(name, keys=KEYS[:window], hit_policy=policy)
-    assert storage.batch_exists_v2(KEYS, [asked]).kv_hit_pages == 6
-    last = PoolTransfer(
-        name, keys=KEYS[6 - window : 6], host_indices=torch.arange(window * PAGE), hit_policy=policy
-    )
-    info = HiCacheStorageExtraInfo(prefix_keys=KEYS[: 6 - window])
+    assert storage.batch_exists_v2(KEYS, [window(name, pages)]).kv_hit_pages == 6
+    last = replace(window(name), keys=KEYS[6 - pages : 6], host_indices=torch.arange(pages * PAGE))
+    info = HiCacheStorageExtraInfo(prefix_keys=KEYS[: 6 - pages])
     assert not all(storage.batch_get_v2([last], info)[name])
-    assert storage.batch_exists_v2(KEYS, [asked]).kv_hit_pages == rest
+    assert storage.batch_exists_v2(KEYS, [window(name, pages)]).kv_hit_pages == rest
 
 
 def test_a_hit_uses_all_its_pages_and_the_window_at_its_end(
-    storage: HCacheStorage, pool: HostPool, monkeypatch: pytest.MonkeyPatch
+    storage: HCacheStorage, pool: HostPool, monkeypatch: MonkeyPatch
 ) -> None:
-    side = HostPool(8)
-    storage.register_mem_host_pool_v2(side, PoolName.SWA)
+    side = with_side(storage, PoolName.SWA)
     storage.batch_set_v1(KEYS[:6], pool.fill(range(0, 6)))
     how = {"keys": KEYS[:6], "hit_policy": PoolHitPolicy.TRAILING_PAGES}
-    stored: list[bool] = []
+    stored, used = list[bool](), list[tuple[int, int]]()
     store = storage._tier.local.store
     put = store.put
 
@@ -254,9 +236,8 @@ def test_a_hit_uses_all_its_pages_and_the_window_at_its_end(
     storage.batch_set_v1(KEYS[:6], pool.fill(range(0, 6)))
     storage.batch_set_v2([PoolTransfer(PoolName.SWA, host_indices=side.fill(range(0, 6)), **how)])
     assert stored == [False, True]
-    used: list[tuple[int, int]] = []
     monkeypatch.setattr(store, "use", lambda _, keys, first: used.append((len(keys), first)))
-    storage.batch_exists_v2(KEYS, [PoolTransfer(PoolName.SWA, **how | {"keys": KEYS[:2]})])
+    storage.batch_exists_v2(KEYS, [window(PoolName.SWA, 2)])
     assert used == [(6, 0), (6, 4)]
 
 
@@ -274,17 +255,6 @@ def test_clear_deletes_the_pages_of_this_model_only(
     assert storage.batch_exists(KEYS[:2]) == 2
 
 
-def test_stats_are_sglangs_and_are_taken_once(storage: HCacheStorage, pool: HostPool) -> None:
-    indices = pool.fill(range(0, 2))
-    storage.batch_set_v1(KEYS[:2], indices)
-    storage.batch_get_v1(KEYS[:3], torch.arange(0, 3 * PAGE))
-    stats = storage.get_stats()
-    assert isinstance(stats, StorageMetrics)
-    assert (stats.backup_pgs, stats.prefetch_pgs) == ([2], [2])
-    assert all(rate > 0 for rate in stats.backup_bandwidth + stats.prefetch_bandwidth)
-    assert storage.get_stats() == StorageMetrics()
-
-
 def test_while_suspended_everything_is_a_miss_and_nothing_is_stored(
     storage: HCacheStorage, pool: HostPool, runtime: Runtime
 ) -> None:
@@ -298,8 +268,17 @@ def test_while_suspended_everything_is_a_miss_and_nothing_is_stored(
     assert storage.batch_exists(KEYS[:2]) == 1
 
 
+def test_l3_is_not_asked_for_pages_that_cannot_be_restored_and_keeps_them(
+    storage: HCacheStorage, pool: HostPool, runtime: Runtime, tmp_path: Path
+) -> None:
+    storage.batch_set_v1(KEYS[:2], pool.fill(range(0, 2)))
+    runtime.cannot_restore("test")
+    runtime.caches_were_flushed()
+    assert (storage.batch_exists(KEYS[:2]), len(files(tmp_path))) == (0, 2)
+
+
 def test_nothing_raises_into_hicaches_threads(
-    storage: HCacheStorage, pool: HostPool, monkeypatch: pytest.MonkeyPatch
+    storage: HCacheStorage, pool: HostPool, monkeypatch: MonkeyPatch
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError("no")
@@ -318,7 +297,7 @@ def test_nothing_raises_into_hicaches_threads(
 
 
 def test_a_prefix_of_thousands_of_pages_costs_the_scheduler_no_time(
-    storage: HCacheStorage, pool: HostPool, monkeypatch: pytest.MonkeyPatch
+    storage: HCacheStorage, pool: HostPool, monkeypatch: MonkeyPatch
 ) -> None:
     """Keys are converted when a use is saved, and not where the last page's use is known."""
     long = [f"{i:064x}" for i in range(2000)]
@@ -343,22 +322,12 @@ def test_lost_trust_deletes_what_this_server_wrote(
     for weights in (b"earlier", b"present"):
         runtime.weights = Weights(weights, whole=weights)
         storage.batch_set_v1(KEYS[:2], pool.fill(range(0, 2)))
-    assert len(list(tmp_path.glob("**/*.page"))) == 4
+    assert len(files(tmp_path)) == 4
     storage._drop_own_pages()
-    assert list(tmp_path.glob("**/*.page")) == []
+    assert files(tmp_path) == set()
     runtime.begin_quarantine("test")
     runtime.caches_were_flushed()
     assert storage.batch_exists(KEYS[:2]) == 0
-
-
-def test_l3_is_not_asked_for_pages_that_cannot_be_restored_and_keeps_them(
-    storage: HCacheStorage, pool: HostPool, runtime: Runtime, tmp_path: Path
-) -> None:
-    storage.batch_set_v1(KEYS[:2], pool.fill(range(0, 2)))
-    runtime.cannot_restore("test")
-    runtime.caches_were_flushed()
-    assert storage.batch_exists(KEYS[:2]) == 0
-    assert len(list(tmp_path.glob("**/*.page"))) == 2
 
 
 def test_lost_trust_deletes_what_is_being_written_meanwhile(
@@ -366,18 +335,10 @@ def test_lost_trust_deletes_what_is_being_written_meanwhile(
     pool: HostPool,
     runtime: Runtime,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: MonkeyPatch,
 ) -> None:
     """It was asked whether L3 serves before trust was lost, and is named after."""
-    store, begun, go_on = storage._tier.local.store, threading.Event(), threading.Event()
-    put = store.put
-
-    def held(*args: Any, **options: Any) -> list[bool]:
-        begun.set()
-        assert go_on.wait(30)
-        return put(*args, **options)
-
-    monkeypatch.setattr(store, "put", held)
+    begun, go_on = held(monkeypatch, storage._tier.local.store, "put")
     indices = pool.fill(range(0, 2))
     writing = threading.Thread(target=storage.batch_set_v1, args=(KEYS[:2], indices))
     writing.start()
@@ -389,18 +350,20 @@ def test_lost_trust_deletes_what_is_being_written_meanwhile(
     go_on.set()
     writing.join()
     dropping.join()
-    assert list(tmp_path.glob("**/*.page")) == []
+    assert files(tmp_path) == set()
 
 
-def test_a_plain_server_that_is_attached_to_runs_in_kv_mode(
-    storage: HCacheStorage, runtime: Runtime
-) -> None:
-    assert runtime.mode == "kv"
-    assert runtime.reason == "the server was started without HCACHE_ENABLE=1"
+# ---- weight updates ----
+
+
+def updated(runtime: Runtime) -> None:
+    runtime.begin_weight_update()
+    runtime.end_weight_update()
+    runtime.caches_were_flushed()
 
 
 def test_weights_that_cannot_be_read_end_l3_for_good(
-    storage: HCacheStorage, pool: HostPool, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+    storage: HCacheStorage, pool: HostPool, runtime: Runtime, monkeypatch: MonkeyPatch
 ) -> None:
     def fail(model: Any) -> Any:
         raise MemoryError("no")
@@ -409,72 +372,94 @@ def test_weights_that_cannot_be_read_end_l3_for_good(
     alone = SimpleNamespace(all_gather_object=lambda own: [own])
     monkeypatch.setattr("sglang.srt.distributed.get_tp_group", lambda: alone)
     runtime.runner.model = None
-    indices = pool.fill(range(0, 1))
-    storage.batch_set_v1(KEYS[:1], indices)
-    runtime.begin_weight_update()
-    runtime.end_weight_update()
-    runtime.caches_were_flushed()
+    storage.batch_set_v1(KEYS[:1], pool.fill(range(0, 1)))
+    updated(runtime)
     assert storage.batch_exists(KEYS[:1]) == 0
     assert runtime.quarantine == "hcache: the weights could not be read"
 
 
-class SlowStages:
-    def __init__(self) -> None:
-        self.futures: list[Future[Any]] = []
+@pytest.fixture
+def futures(runtime: Runtime, monkeypatch: MonkeyPatch) -> list[Future[Any]]:
+    """What the pipeline stages say of their weights after each update, once a test says it."""
+    said = list[Future[Any]]()
 
-    def say(self, own: Any) -> Future[Any]:
-        self.futures.append(Future())
-        return self.futures[-1]
+    def say(own: Any) -> Future[Any]:
+        said.append(Future())
+        return said[-1]
+
+    monkeypatch.setattr(runtime, "_stages", SimpleNamespace(say=say))
+    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda model: None)
+    runtime.runner.model = None
+    return said
+
+
+def of_stages(*weights: bytes) -> list[Weights]:
+    return [Weights(stage, whole=stage) for stage in weights]
 
 
 def test_after_a_weight_update_l3_waits_for_the_weights_of_every_pipeline_stage(
-    storage: HCacheStorage, pool: HostPool, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+    storage: HCacheStorage, pool: HostPool, runtime: Runtime, futures: list[Future[Any]]
 ) -> None:
     """What a stage computes depends on the weights of the stages before it."""
-    stages = SlowStages()
-    monkeypatch.setattr(runtime, "_stages", stages)
-    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda model: None)
-    runtime.runner.model = None
     indices = pool.fill(range(0, 2))
-
-    def update() -> None:
-        runtime.begin_weight_update()
-        runtime.end_weight_update()
-        runtime.caches_were_flushed()
-
-    def told(update: int, other: bytes) -> None:
-        stages.futures[update].set_result(
-            [Weights(stage, whole=stage) for stage in (b"own", other)]
-        )
-
-    update()
+    updated(runtime)
     storage.batch_set_v1(KEYS[:1], indices[:PAGE])
     assert storage.batch_exists(KEYS[:1]) == 0
-    told(0, b"first")
+    futures[0].set_result(of_stages(b"own", b"first"))
     storage.batch_set_v1(KEYS[:1], indices[:PAGE])
     assert storage.batch_exists(KEYS[:1]) == 1
-    update()
-    update()
-    told(1, b"first")  # of an update that is over
+    updated(runtime)
+    updated(runtime)
+    futures[1].set_result(of_stages(b"own", b"first"))  # of an update that is over
     assert storage.batch_exists(KEYS[:1]) == 0
-    told(2, b"second")
+    futures[2].set_result(of_stages(b"own", b"second"))
     assert storage.batch_exists(KEYS[:1]) == 0  # the same here, another stage before it
     storage.batch_set_v1(KEYS[1:2], indices[PAGE:])
     assert storage.batch_exists(KEYS[1:2]) == 1
 
 
 def test_a_pipeline_stage_that_cannot_read_its_weights_ends_l3_on_all(
-    storage: HCacheStorage, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+    storage: HCacheStorage, runtime: Runtime, futures: list[Future[Any]]
 ) -> None:
-    stages = SlowStages()
-    monkeypatch.setattr(runtime, "_stages", stages)
-    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda model: None)
-    runtime.runner.model = None
-    runtime.begin_weight_update()
-    runtime.end_weight_update()
-    runtime.caches_were_flushed()
-    stages.futures[0].set_result([Weights(b"own", whole=b"own"), None])
+    updated(runtime)
+    futures[0].set_result([*of_stages(b"own"), None])
     assert runtime.quarantine == "hcache: the weights could not be read"
+
+
+# ---- events ----
+
+HASHES = [hash_str_to_int64(key) for key in KEYS]
+
+
+def stored_runs(taken: list[Any]) -> list[tuple[list[int], int | None, list[int]]]:
+    return [(e.block_hashes, e.parent_block_hash, e.token_ids) for e in taken]
+
+
+def test_pages_that_were_not_stored_have_no_event() -> None:
+    told = events.L3Events(2)
+    told.stored(KEYS[1:5], [True, False, True, True], KEYS[:1], range(8))
+    taken = told.take()
+    assert {type(event) for event in taken} == {BlockStored}
+    assert stored_runs(taken) == [
+        ([HASHES[1]], HASHES[0], [0, 1]),
+        ([HASHES[3], HASHES[4]], HASHES[2], [4, 5, 6, 7]),
+    ]
+    told.stored(KEYS[:1], [True], [], range(2))
+    assert stored_runs(told.take()) == [([HASHES[0]], None, [0, 1])]
+    assert told.take() == []
+
+
+def test_events_wait_up_to_a_bound(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_MOST_PAGES", 3)
+    told = events.L3Events(2)
+    told.evicted([])
+    told.evicted([bytes.fromhex(key) for key in KEYS[:2]])
+    told.stored(KEYS[:2], [True, True], [], range(4))
+    told.evicted([bytes.fromhex(KEYS[4])])
+    taken = told.take()
+    assert [type(event) for event in taken] == [BlockRemoved, BlockRemoved]
+    assert [event.block_hashes for event in taken] == [HASHES[:2], HASHES[4:5]]
+    assert {event.medium for event in taken} == {"DISK"}
 
 
 def test_keys_never_become_paths() -> None:

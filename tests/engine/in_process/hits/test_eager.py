@@ -31,16 +31,23 @@ def test_reserved_pages_count_as_available_and_go_to_whoever_needs_them(scene: S
     assert scene.restores[0].waited
 
 
+def extended(scene: Scene, pages: int) -> torch.Tensor:
+    nothing, tokens = torch.tensor([0]), torch.tensor([pages * SIZE])
+    last = torch.tensor([-1])
+    return scene.allocator.alloc_extend(nothing, nothing, tokens, tokens, last, pages * SIZE)
+
+
+def decoded(scene: Scene, page: int) -> Any:
+    """The first slot of a page."""
+    lengths = torch.tensor([page * SIZE + 1])
+    return scene.allocator.alloc_decode(lengths, lengths, torch.tensor([-1]))
+
+
 def test_extending_and_decoding_get_reserved_pages_too(scene: Scene) -> None:
     scene.reserve(*range(8))
-    nothing, tokens = torch.tensor([0]), torch.tensor([5 * SIZE])
-    slots = scene.allocator.alloc_extend(
-        nothing, nothing, tokens, tokens, torch.tensor([-1]), 5 * SIZE
-    )
-    assert len(pages_in(slots)) == 5
+    assert len(pages_in(extended(scene, 5))) == 5
     for page in range(5, PAGES):
-        lengths = torch.tensor([page * SIZE + 1])
-        assert scene.allocator.alloc_decode(lengths, lengths, torch.tensor([-1])) is not None
+        assert decoded(scene, page) is not None
     assert (scene.eager.pages, scene.allocator.available_size()) == (0, 0)
 
 
@@ -63,13 +70,7 @@ def test_capture_hears_of_all_slots_that_are_allocated(scene: Scene) -> None:
     """Also of those of a page that was restored before, but not when it was reserved."""
     scene.reserve(1, arrived=1)
     assert scene.captured == []
-    nothing, two = torch.tensor([0]), torch.tensor([2 * SIZE])
-    found = [scene.allocator.alloc(SIZE)]
-    found.append(
-        scene.allocator.alloc_extend(nothing, nothing, two, two, torch.tensor([-1]), 2 * SIZE)
-    )
-    lengths = torch.tensor([SIZE + 1])
-    found.append(scene.allocator.alloc_decode(lengths, lengths, torch.tensor([-1])))
+    found = [scene.allocator.alloc(SIZE), extended(scene, 2), decoded(scene, 1)]
     scene.pages.load = QueuedLoad(np.array([1]))
     found.append(scene.allocator.alloc(SIZE))
     scene.pages.load = None
@@ -98,13 +99,8 @@ def test_an_abort_frees_what_it_held_in_the_next_turn(scene: Scene) -> None:
     eager = scene.loads(SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, known=True), {})
     prefetch = Operation(8, SIZE)
     prefetch.completed_tokens = 4 * SIZE  # half of it has arrived
-    transfers = SimpleNamespace(host_to_device_stream=None)
-    cache = SimpleNamespace(
-        cache_controller=SimpleNamespace(
-            l2_transfer_engine=transfers, after_forwards=lambda stream: None
-        ),
-        ongoing_prefetch={0: prefetch},
-    )
+    controller = SimpleNamespace(after_forwards=lambda stream: None)
+    cache = SimpleNamespace(cache_controller=controller, ongoing_prefetch={0: prefetch})
     turn_of(eager, cache)
     turn_of(eager, cache)
     assert scene.pages.count() == PAGES - 8
@@ -131,13 +127,11 @@ class Slices:
         self.failures: list[Exception | None] = []
         self.known, self.done, self._problem = True, True, problem
         self.pace = Pace(0.999, "shorter")  # at 1.0 a slice has 256 tokens at least
-        self.budget = SliceBudget(seconds, 8 * SIZE, lambda tokens, prefix: tokens, known=True)
-        layout = SimpleNamespace(page_bytes=1, positions=lambda page: [SIZE])
         self.eager = scene.loads(
-            self.budget,
+            SliceBudget(seconds, 8 * SIZE, lambda tokens, prefix: tokens, known=True),
             {"start_recomputation": self._launch},
             arena={"pages": lambda pages, header: pages},
-            pool={"page_layout": layout},
+            pool={"page_layout": SimpleNamespace(page_bytes=1, positions=lambda page: [SIZE])},
             loads={
                 "stored_from": 2,
                 "recompute_of": self._recompute_of,
@@ -150,6 +144,16 @@ class Slices:
             torch.zeros(SIZE, dtype=torch.int64) if self.known else None
         )
         self.restores = self.eager.restores
+
+    @property
+    def pages(self) -> list[list[int]]:
+        """Those of each slice."""
+        return [pages for pages, _ in self.launched]
+
+    def arrived(self, prefetch: str, *host_pages: int) -> None:
+        keys = [f"{prefetch}{page}" for page in host_pages]
+        self.restores.reserve(prefetch, keys, np.array(host_pages))
+        self.restores.arrived(prefetch, len(host_pages))
 
     def look(self, scheduler: Any) -> None:
         """As a governor, with a pace that tests set."""
@@ -173,9 +177,8 @@ class Slices:
 
 def test_a_turn_recomputes_one_slice_of_the_first_prefetch_that_lacks_layers(scene: Scene) -> None:
     slices = Slices(scene, seconds=2 * 2 * SIZE + 0.1)  # two layers of two pages
-    for prefetch, host in (("a", [1, 2, 3]), ("b", [4, 5])):
-        slices.restores.reserve(prefetch, [f"{prefetch}{i}" for i in host], np.array(host))
-        slices.restores.arrived(prefetch, len(host))
+    slices.arrived("a", 1, 2, 3)
+    slices.arrived("b", 4, 5)
     for _ in range(4):
         recompute(slices.eager)
     assert slices.launched == [([1, 2], SIZE), ([3], 3 * SIZE), ([4, 5], SIZE)]
@@ -187,8 +190,7 @@ def test_a_turn_recomputes_one_slice_of_the_first_prefetch_that_lacks_layers(sce
 
 def test_no_slice_is_launched_while_two_are_not_done(scene: Scene) -> None:
     slices = Slices(scene, seconds=1e-9)
-    slices.restores.reserve("a", "wxyz", np.array([1, 2, 3, 4]))
-    slices.restores.arrived("a", 4)
+    slices.arrived("a", 1, 2, 3, 4)
     slices.done = False
     for _ in range(4):
         recompute(slices.eager)
@@ -201,8 +203,7 @@ def test_no_slice_is_launched_while_two_are_not_done(scene: Scene) -> None:
 @pytest.mark.parametrize("done", [False, True])
 def test_what_was_recomputed_long_ago_is_in_front_of_no_batch(scene: Scene, done: bool) -> None:
     slices = Slices(scene, seconds=1e9)
-    slices.restores.reserve("a", ["x"], np.array([1]))
-    slices.restores.arrived("a", 1)
+    slices.arrived("a", 1)
     slices.done = False
     recompute(slices.eager)
     slices.done = done
@@ -210,9 +211,7 @@ def test_what_was_recomputed_long_ago_is_in_front_of_no_batch(scene: Scene, done
     assert slices.eager.take_recomputed() == (not done)
 
 
-def test_a_slice_is_no_longer_than_every_rank_allows(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slice_is_no_longer_than_every_rank_allows(scene: Scene) -> None:
     slices, asked = Slices(scene, seconds=1e9), []
 
     def reduce(numbers: torch.Tensor, _: Any) -> None:
@@ -220,39 +219,30 @@ def test_a_slice_is_no_longer_than_every_rank_allows(
         # At first the other rank is busy with earlier ones.
         numbers.copy_(torch.tensor([len(asked) - 1]))
 
-    slices.restores.reserve("a", ["x", "y", "z"], np.array([1, 2, 3]))
-    slices.restores.arrived("a", 3)
+    slices.arrived("a", 1, 2, 3)
     for _ in range(3):
         recompute(slices.eager, reduce)
     assert asked == [3, 3, 2]
-    assert [pages for pages, _ in slices.launched] == [[1], [2, 3]]
+    assert slices.pages == [[1], [2, 3]]
 
 
-def test_a_slice_that_is_put_off_is_put_off_on_every_rank(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slice_that_is_put_off_is_put_off_on_every_rank(scene: Scene) -> None:
     """They agree on it: none needs to have seen what this one saw."""
     slices, asked = Slices(scene, seconds=1e9), []
-
-    def reduce(numbers: torch.Tensor, _: Any) -> None:
-        asked.append(numbers.tolist())
-
-    slices.restores.reserve("a", ["x", "y"], np.array([1, 2]))
-    slices.restores.arrived("a", 2)
+    slices.arrived("a", 1, 2)
     slices.pace = Pace(0.0, "put_off_waiting")
     for _ in range(3):
-        recompute(slices.eager, reduce)
+        recompute(slices.eager, lambda numbers, _: asked.append(numbers.tolist()))
     assert (asked, slices.launched) == ([[0]] * 3, [])
     assert not slices.eager.take_recomputed()
     slices.pace = Pace(0.5, "shorter")
     recompute(slices.eager)
-    assert [pages for pages, _ in slices.launched] == [[1, 2]]
+    assert slices.pages == [[1, 2]]
 
 
 def test_nothing_is_recomputed_behind_tokens_that_are_not_on_the_device(scene: Scene) -> None:
     slices = Slices(scene, seconds=1e9)
-    slices.restores.reserve("a", ["x"], np.array([1]))
-    slices.restores.arrived("a", 1)
+    slices.arrived("a", 1)
     slices.known = False
     recompute(slices.eager)
     assert slices.launched == [] and not slices.eager.take_recomputed()
@@ -260,8 +250,7 @@ def test_nothing_is_recomputed_behind_tokens_that_are_not_on_the_device(scene: S
 
 def test_pages_whose_recomputation_failed_lack_layers_at_the_load(scene: Scene) -> None:
     slices = Slices(scene, 1e9, problem := RuntimeError("out of memory"))
-    slices.restores.reserve("a", ["x", "y"], np.array([1, 2]))
-    slices.restores.arrived("a", 2)
+    slices.arrived("a", 1, 2)
     recompute(slices.eager)
     assert slices.failures == [problem]
     handed = slices.restores.adopt(np.array([1, 2]))

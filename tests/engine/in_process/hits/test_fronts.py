@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.prefetch.eager_loads import EagerLoads, Offer
+from hcache_backend.prefetch.eager_loads import Offer
 from hcache_backend.prefetch.prefetch import Meeting
 from hcache_backend.prefetch.slices import Pace, SliceBudget
 from hcache_backend.ranks import Turn
@@ -33,6 +33,10 @@ class Fronts:
         expected: Those, and the positions and ids of their tokens, as the pool heard of them.
         settled: What was saved when the pool was asked to settle that.
         failures: What recomputation was given up for.
+        prefixes: Behind how many tokens the time of a slice was asked for.
+        known: Whether the device has what is before the prefetches.
+        problem: Why the next slice fails...
+        save_problem: ...or is not saved.
     """
 
     def __init__(self, scene: Scene) -> None:
@@ -42,13 +46,14 @@ class Fronts:
         self.expected: list[tuple[list[int], list[int], list[int]]] = []
         self.settled: list[list[int]] = []
         self.failures: list[Exception | None] = []
-        self.scene, self.problem, self.save_problem = scene, None, None
-        self.whole = True
-        self.known = True
+        self.prefixes: list[int] = []
+        self.scene, self.known = scene, True
+        self.problem: Exception | None = None
+        self.save_problem: Exception | None = None
         self.stream = WorkerStream("forward")
         self.seconds_to_read = math.inf  # a token
         self.eager = scene.loads(
-            SliceBudget(1e9, 2 * SIZE, lambda tokens, prefix: tokens, known=True),
+            SliceBudget(1e9, 2 * SIZE, self._seconds, known=True),
             {"start_recomputation": self._launch},
             loads={
                 "methods": SimpleNamespace(methods=("kv",) * 3),
@@ -96,6 +101,10 @@ class Fronts:
     def turn(self, reduce: Reduce = alone) -> None:
         turn_of(self.eager, self.cache, reduce)
 
+    def _seconds(self, tokens: int, prefix: int) -> float:
+        self.prefixes.append(prefix)
+        return tokens
+
     def _recompute_pages(self, token_ids: np.ndarray, prefix: torch.Tensor) -> object:
         self.launched.append((token_ids.tolist(), len(prefix)))
         return object()
@@ -139,19 +148,12 @@ def test_front_pages_are_recomputed_and_saved_until_they_meet_the_back(fronts: F
     assert meeting.next_batch(3) == range(4, 5)
     fronts.turn()
     assert fronts.launched[1:] == [(list(range(108, 116)), 3 * SIZE)]  # page 4 is being read
+    assert {*fronts.prefixes} == {SIZE, 3 * SIZE}
     meeting.arrived(4, 8)
     fronts.turn()
     assert meeting.pages == 8 and not meeting.next_batch(3)
     handed = fronts.eager.restores.adopt(np.arange(8))
     assert handed is not None and handed.whole.all()
-
-
-def test_pages_are_taken_behind_the_forward_passes_that_may_still_use_them(fronts: Fronts) -> None:
-    waited: list[Any] = []
-    fronts.cache.cache_controller.after_forwards = waited.append
-    fronts.began()
-    fronts.turn()
-    assert waited == [fronts.eager._stream]
 
 
 def test_a_front_goes_on_as_far_as_every_rank_allows_and_has_unread_pages(fronts: Fronts) -> None:
@@ -169,16 +171,38 @@ def test_a_front_goes_on_as_far_as_every_rank_allows_and_has_unread_pages(fronts
     assert [len(tokens) for tokens, _ in fronts.launched] == [SIZE, 2 * SIZE]
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        ("prefetch", "meeting", None),  # it is read in order
+        ("cache", "prefetch_stop_policy", "best_effort"),
+        ("fronts", "known", False),
+        # SGLang may cut off what has come meanwhile; then token ids are not those of the pages.
+        ("prefetch", "storage_start", 2 * SIZE),
+    ],
+)
+def test_other_prefetches_are_only_read(owner: str, name: str, value: Any, fronts: Fronts) -> None:
+    prefetch = fronts.begin()
+    setattr({"prefetch": prefetch, "cache": fronts.cache, "fronts": fronts}[owner], name, value)
+    fronts.turn()
+    assert (fronts.launched, prefetch.completed_tokens) == ([], 0)
+    assert fronts.scene.pages.count() == PAGES - 8
+    if prefetch.meeting is not None:
+        assert prefetch.meeting.next_batch(8) == range(8)
+
+
 def test_for_what_comes_in_one_piece_nothing_is_reserved(fronts: Fronts) -> None:
     operation = fronts.began(pages=4)
     assert (fronts.scene.pages.count(), fronts.launched) == (PAGES, [])
     assert operation.meeting.reachable == 0
 
 
-def test_a_prefetch_that_is_read_in_order_is_not_recomputed_whole(fronts: Fronts) -> None:
-    fronts.begin().meeting = None
+def test_readers_are_told_whether_a_front_may_be_recomputed(fronts: Fronts) -> None:
+    assert not fronts.eager.recomputes_pages  # nobody has said
     fronts.turn()
-    assert (fronts.scene.pages.count(), fronts.launched) == (PAGES - 8, [])
+    assert fronts.eager.recomputes_pages
+    fronts.cache.prefetch_stop_policy = "best_effort"
+    assert not fronts.eager.recomputes_pages
 
 
 def test_no_front_is_recomputed_where_another_one_was_taken(fronts: Fronts) -> None:
@@ -189,27 +213,6 @@ def test_no_front_is_recomputed_where_another_one_was_taken(fronts: Fronts) -> N
     offer = Offer(due._replace(pages=range(3, 5)), meeting, Turn().say())
     assert meeting.offer() == 6 and fronts.eager._taken(offer, 2) == 0
     assert meeting.next_batch(8) == range(4, 8)
-
-
-def test_slices_get_shorter_behind_all_that_is_before_them(fronts: Fronts) -> None:
-    prefixes: list[int] = []
-    allowed = fronts.eager._budget.pages
-
-    def pages(most: int, page_size: int, prefix: int, *rest: Any) -> int:
-        prefixes.append(prefix)
-        return allowed(most, page_size, prefix, *rest)
-
-    fronts.eager._budget.pages = pages  # type: ignore[method-assign]
-    fronts.began()
-    fronts.turn()
-    assert prefixes == [SIZE, 3 * SIZE]
-
-
-def test_a_front_is_not_recomputed_where_prefetches_may_end_at_any_time(fronts: Fronts) -> None:
-    fronts.begin()
-    fronts.cache.prefetch_stop_policy = "best_effort"
-    fronts.turn()
-    assert not fronts.launched
 
 
 def test_host_pages_are_left_alone_when_the_processor_wants_them(fronts: Fronts) -> None:
@@ -229,26 +232,6 @@ def test_what_was_restored_is_given_back_when_it_means_nothing_any_more(fronts: 
     fronts.eager.forget()
     assert (fronts.scene.pages.count(), fronts.eager.restores.pages) == (PAGES, 0)
     assert fronts.eager.restores.adopt(np.arange(2)).ready.tolist() == [False] * 2  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    ("anchor", "evicted", "found"), [(0, True, []), (7, False, [4, 5]), (7, True, None)]
-)
-def test_tokens_before_a_prefetch_are_found_unless_they_were_evicted(
-    anchor: int, evicted: bool, found: list[int] | None
-) -> None:
-    slots = {0: [], 7: [4, 5]}
-    tree = SimpleNamespace(
-        empty_match_result=SimpleNamespace(last_device_node=0),
-        is_full_device_evicted=lambda node: evicted,
-        collect_full_device_indices=lambda node, root: torch.tensor(slots[node]),
-    )
-    eager: Any = object.__new__(EagerLoads)
-    eager._pages = SimpleNamespace(cache=SimpleNamespace(tree_core=tree))
-    eager._prefetches, operation = Operation.prefetches, Operation(8, SIZE)
-    Operation.prefetches.of(operation).anchor = anchor
-    before = eager._before_prefetch(operation)
-    assert found is None if before is None else before.tolist() == found
 
 
 @pytest.mark.parametrize("freed", [True, False])
@@ -282,7 +265,7 @@ def test_pages_that_were_recomputed_and_not_saved_are_lost_on_this_rank_alone(
     fronts: Fronts,
 ) -> None:
     """The others know nothing of it: the front goes on, and the pages of the device count."""
-    fronts.save_problem = RuntimeError("no pinned memory")  # type: ignore[assignment]
+    fronts.save_problem = RuntimeError("no pinned memory")
     operation = fronts.began()
     fronts.save_problem = None
     fronts.turn()
@@ -345,10 +328,9 @@ def test_a_front_does_not_wait_for_what_is_being_read_of_a_prefetch_before_it(
         asked.append(numbers.tolist())
         numbers *= other_is_free
 
-    first, second = fronts.begin(5), fronts.begin(5)
-    fronts.cache.ongoing_prefetch = dict(enumerate((first, second)))
-    first.hash_value, second.token_ids = list("abcde"), list(range(500, 500 + 5 * SIZE))
-    second.host_indices = second.host_indices + 5 * SIZE
+    first, second = fronts.begin(5), Operation(5, SIZE, first=5)
+    second.meeting, second.token_ids = Meeting(), list(range(500, 500 + 5 * SIZE))
+    fronts.cache.ongoing_prefetch[1] = second
     first.meeting.begin(5)
     assert first.meeting.next_batch(5) == range(5)
     other_is_free = 0
@@ -402,43 +384,10 @@ def test_slices_reach_what_is_reserved_behind_tokens_that_are_on_the_device(fron
     assert meeting.reachable == 8
     fronts.scene.pages.take(PAGES - 8)
     fronts.eager.restores.make_free(3)
-    fronts.turn()
-    assert meeting.reachable == 5
-    fronts.known = False
-    fronts.turn()
-    assert meeting.reachable == 0
-    fronts.known, fronts.loads.recomputes_pages = True, False
-    fronts.turn()
-    assert meeting.reachable == 0
-    fronts.loads.recomputes_pages = True
-    fronts.turn()
-    assert meeting.reachable == 5
+    for known, recomputes, reachable in ((1, 1, 5), (0, 1, 0), (1, 0, 0), (1, 1, 5)):
+        fronts.known, fronts.loads.recomputes_pages = bool(known), bool(recomputes)
+        fronts.turn()
+        assert meeting.reachable == reachable
     fronts.eager.restores.make_free(8)
     fronts.turn()
     assert meeting.reachable == 0
-
-
-def test_without_all_that_is_before_them_pages_are_read(fronts: Fronts) -> None:
-    fronts.known = False
-    operation = fronts.began()
-    assert not fronts.launched and operation.completed_tokens == 0
-    assert operation.meeting.next_batch(8) == range(8)
-
-
-def test_pages_that_do_not_follow_what_is_before_the_prefetch_are_read(fronts: Fronts) -> None:
-    """SGLang may cut off what has come meanwhile; then token ids are not those of the pages."""
-    operation = fronts.begin()
-    operation.storage_start += SIZE
-    fronts.turn()
-    assert not fronts.launched
-    operation.storage_start = SIZE
-    fronts.turn()
-    assert fronts.launched == [(list(range(100, 108)), SIZE)]
-
-
-def test_prefetches_that_may_end_at_any_time_are_read_in_order(fronts: Fronts) -> None:
-    assert not fronts.eager.recomputes_pages  # nobody has said
-    fronts.turn()
-    assert fronts.eager.recomputes_pages
-    fronts.cache.prefetch_stop_policy = "best_effort"
-    assert not fronts.eager.recomputes_pages

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pytest import MonkeyPatch
 
 from hcache_backend.sglang import backups as backups_module
 from hcache_backend.sglang.backups import Backups
@@ -13,18 +14,19 @@ NODE = 50  # pages
 
 
 class Cache:
-    """A radix tree with one branch: node i has the i-th fifty of the pages."""
+    """A radix tree with one branch, all on the device: node i has the i-th fifty of the pages.
+    Backups to L3 end in the third look at events."""
 
-    is_write_back = False
+    is_write_back, page_size, tree_components, refused = True, 64, ("full",), False
 
     def __init__(self) -> None:
         self.ongoing_backup: dict[int, Any] = {}
-        self.nodes = {i: KEYS[i * NODE : (i + 1) * NODE] for i in range(8)}
-        self.tree_core = SimpleNamespace()
-        self.on_device_only: set[int] = set()
         self.ongoing_write_through: dict[int, Any] = {}
         self.ongoing_load_back: dict[int, Any] = {}
         self.ongoing_prefetch: dict[int, Any] = {}
+        self.nodes = {i: KEYS[i * NODE : (i + 1) * NODE] for i in range(8)}
+        self.tree_core = SimpleNamespace(snapshot_buffer_backup=self._snapshot)
+        self.backed_up: list[int] = []
         self.turns = 0
 
     def check_hicache_events(self) -> None:
@@ -36,32 +38,43 @@ class Cache:
         pass
 
     def is_backuped(self, node: int) -> bool:
-        return node not in self.on_device_only
+        return node in self.backed_up
+
+    def _snapshot(self, node: int, _prefix: bool) -> Any:
+        return SimpleNamespace(
+            hash_values=self.nodes[node],
+            parent_is_root=node == 0,
+            parent_node_id=node - 1,
+            parent_last_hash=None if node == 0 else self.nodes[node - 1][-1],
+        )
+
+    def _execute_and_commit_kv_backup(self, action: Any) -> int:
+        if self.refused:
+            return 0
+        self.backed_up += action.node_ids
+        return NODE
 
 
-def seen(cache: Cache, stages: int = 1) -> Backups:
+def finish(cache: Cache, stages: int = 1) -> None:
     backups = Backups(stages)
     backups.put_heads(cache)
-    return backups
+    backups.finish()
 
 
 def test_backups_end_before_weights_change() -> None:
     cache = Cache()
-    backups = seen(cache)
-    backups.finish()
+    finish(cache)
     assert cache.turns == 0
     cache.ongoing_backup = {1: None}
-    backups.finish()
+    finish(cache)
     assert (cache.turns, cache.ongoing_backup) == (3, {})
 
 
-def test_nobody_waits_for_a_backup_that_does_not_end(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nobody_waits_for_a_backup_that_does_not_end(monkeypatch: MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr(backups_module, "_FINISH_SECONDS", 0.05)
     cache = Cache()
     cache.ongoing_write_through = {1: None}
-    seen(cache).finish()
+    finish(cache)
     assert cache.ongoing_write_through and "did not end" in caplog.text
 
 
@@ -70,40 +83,13 @@ def test_requests_and_pipeline_stages_are_not_waited_for(stages: int, busy: bool
     cache = Cache()
     cache.ongoing_backup = {1: None}
     cache.ongoing_prefetch = {2: None} if busy else {}
-    seen(cache, stages).finish()
+    finish(cache, stages)
     assert cache.turns == 0
-
-
-class Device(Cache):
-    """The same branch under write_back, all on the device; backups end when events are checked."""
-
-    is_write_back, page_size, tree_components, refused = True, 64, ("full",), False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backed_up: list[int] = []
-        self.on_device_only = set(self.nodes)
-        self.tree_core.snapshot_buffer_backup = self._snapshot
-
-    def _snapshot(self, node: int, _prefix: bool) -> Any:
-        before = None if node == 0 else self.nodes[node - 1][-1]
-        return SimpleNamespace(
-            hash_values=self.nodes[node],
-            parent_is_root=node == 0,
-            parent_node_id=node - 1,
-            parent_last_hash=before,
-        )
-
-    def _execute_and_commit_kv_backup(self, action: Any) -> int:
-        if self.refused:
-            return 0
-        self.backed_up += action.node_ids
-        self.on_device_only -= set(action.node_ids)
-        return NODE
+    assert stages == 1 or Backups(stages).stop(cache) is False
 
 
 @pytest.fixture
-def heads(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def heads(monkeypatch: MonkeyPatch) -> dict[str, int]:
     counts: dict[str, int] = {"heads_put": 0, "heads_not_put": 0}
 
     def count(event: str, number: int) -> None:
@@ -116,7 +102,7 @@ def heads(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def test_what_is_before_a_written_node_is_put_from_its_beginning_on_some_at_a_time(
     heads: dict[str, int],
 ) -> None:
-    cache, backups = Device(), Backups(1)
+    cache, backups = Cache(), Backups(1)
     backups.wrote(cache, 5)
     backups.put_heads(cache)
     assert cache.backed_up == [0, 1, 2]  # 150 pages
@@ -138,7 +124,7 @@ def test_what_is_before_a_written_node_is_put_from_its_beginning_on_some_at_a_ti
 def test_heads_without_room_in_host_memory_are_counted_and_tried_with_the_next_end(
     heads: dict[str, int],
 ) -> None:
-    cache, backups = Device(), Backups(1)
+    cache, backups = Cache(), Backups(1)
     cache.refused = True
     backups.wrote(cache, 2)
     backups.put_heads(cache)
@@ -152,13 +138,9 @@ def test_heads_without_room_in_host_memory_are_counted_and_tried_with_the_next_e
 
 @pytest.mark.parametrize("how", ["stages", "write_through", "pools"])
 def test_heads_are_left_alone_where_not_all_ranks_would_put_the_same(how: str) -> None:
-    cache, backups = Device(), Backups(2 if how == "stages" else 1)
+    cache, backups = Cache(), Backups(2 if how == "stages" else 1)
     cache.is_write_back = how != "write_through"
     cache.tree_components = ("full", "mamba") if how == "pools" else ("full",)
     backups.wrote(cache, 5)
     backups.put_heads(cache)
     assert cache.backed_up == []
-
-
-def test_with_pipeline_stages_nothing_is_waited_for_at_the_end() -> None:
-    assert Backups(2).stop(Cache()) is False

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.plan.profile import Profile, Rate, preset_profile
@@ -29,7 +30,7 @@ GROUPS = "get_pp_group", "get_attn_tp_group", "get_attn_cp_group"
 
 
 @pytest.fixture
-def unmeasured(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def unmeasured(runtime: Any, monkeypatch: MonkeyPatch) -> Any:
     """A rank of a server with tp 4, dp 2 whose partition needed no profile."""
     from sglang.srt.distributed import parallel_state
 
@@ -57,7 +58,7 @@ def unmeasured(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     ("used", "share"), [("exp4", 0.766), ("none, exp4 of K and V", 0.766), ("none", 1), (None, 1)]
 )
 def test_hits_are_judged_by_the_bytes_that_k_and_v_are_stored_in(
-    used: str | None, share: float, unmeasured: Any, monkeypatch: pytest.MonkeyPatch
+    used: str | None, share: float, unmeasured: Any, monkeypatch: MonkeyPatch
 ) -> None:
     unmeasured.codec = used
     profile = Profile.model_construct(l3=Rate(per_second=1e6))
@@ -70,7 +71,7 @@ def test_hits_are_judged_by_the_bytes_that_k_and_v_are_stored_in(
 
 
 def test_restores_that_are_not_eager_are_waited_for_whole(
-    unmeasured: Any, monkeypatch: pytest.MonkeyPatch
+    unmeasured: Any, monkeypatch: MonkeyPatch
 ) -> None:
     """Plain pages, for one: whatever option 'restore' says."""
     monkeypatch.setattr(start, "find_profile", lambda *_: preset_profile("h100", 1))
@@ -99,7 +100,7 @@ class Group:
 
 
 def test_every_group_of_data_parallel_attention_finds_its_profile(
-    unmeasured: Any, monkeypatch: pytest.MonkeyPatch
+    unmeasured: Any, monkeypatch: MonkeyPatch
 ) -> None:
     """Ranks 2 and 3 of 4 attach without ranks 0 and 1."""
     from sglang.srt.distributed import parallel_state
@@ -123,7 +124,7 @@ def test_every_group_of_data_parallel_attention_finds_its_profile(
 
 
 def test_a_profile_that_cannot_be_read_is_said_whatever_the_l3(
-    unmeasured: Any, monkeypatch: pytest.MonkeyPatch
+    unmeasured: Any, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start, "may_judge", lambda *_: True)
     unmeasured.config = HCacheConfig(profile=Path("/nowhere/profile.json"))
@@ -134,9 +135,7 @@ def test_a_profile_that_cannot_be_read_is_said_whatever_the_l3(
     assert unmeasured.hit_gate is None
 
 
-def test_of_another_l3_only_the_machine_is_known(
-    unmeasured: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_another_l3_only_the_machine_is_known(unmeasured: Any, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(start, "may_judge", lambda *_: True)
     monkeypatch.setattr(start, "find_profile", lambda *_: preset_profile("h100", 1))
     start.judge_hits(unmeasured, unmeasured.config, "file")

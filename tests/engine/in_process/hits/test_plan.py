@@ -92,8 +92,7 @@ def test_the_plan_counts_the_bytes_that_a_server_stores(
     table = json.loads(path.read_text())
     config = SimpleNamespace(to_dict=lambda: table)
     runner = SimpleNamespace(
-        dtype=dtype,
-        model_config=SimpleNamespace(hf_config=config, hidden_size=shape.hidden),
+        dtype=dtype, model_config=SimpleNamespace(hf_config=config, hidden_size=shape.hidden)
     )
     runtime = SimpleNamespace(config=HCacheConfig(codec=codec), runner=runner)
     row_bytes = wanted_codec(runtime, runner).row_bytes  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import CacheRequestHandle
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from hcache_backend.prefetch.prefetch import Held
+from hcache_backend.prefetch.prefetch import Held, Prefetches
 from hcache_backend.sglang import waiting
 from hcache_backend.sglang.runtime import Runtime
 
@@ -39,10 +39,12 @@ class Cache:
     page_size, prefetch_threshold, is_write_back = PAGE, PAGE, False
     enable_storage, storage_prefetch_retries = True, None
     _storage_prefetch_wait: dict[Any, Any]
+    prefetches: Prefetches
 
-    def __init__(self, free: int = HOST, evictable: int = 0) -> None:
+    free, evictable = HOST, 0
+
+    def __init__(self) -> None:
         self.ongoing_prefetch: dict[Any, Any] = {}
-        self.free, self.evictable = free, evictable
         self.asked_again: list[str] = []
         self.unlocked: list[int] = []
         self.storage_prefetch_retries = SimpleNamespace(refetch=self.asked_again.append)
@@ -51,6 +53,15 @@ class Cache:
             mem_pool_host=SimpleNamespace(size=HOST, available_size=lambda: self.free),
         )
         self.token_to_kv_pool_allocator = SimpleNamespace(available_size=lambda: HOST)
+
+    @property
+    def scheduler(self) -> Any:
+        """Its batches are empty."""
+        return self.prefetches.scheduler
+
+    @property
+    def held(self) -> dict[str, Held]:
+        return self.prefetches.held
 
     def evict_host(self, tokens: int) -> None:
         freed = min(tokens, self.evictable)
@@ -88,27 +99,28 @@ class Cache:
 
 
 @pytest.fixture(autouse=True)
-def scheduler(runtime: Runtime) -> Any:
-    """Its batches are empty."""
-    found = SimpleNamespace(waiting_queue=[], running_batch=None, last_batch=None)
-    runtime.prefetches.scheduler = found
+def cache(runtime: Runtime) -> Cache:
+    found = Cache()
+    found.prefetches = runtime.prefetches
+    batches = {"waiting_queue": [], "running_batch": None, "last_batch": None}
+    runtime.prefetches.scheduler = SimpleNamespace(tree_cache=found, **batches)
     return found
 
 
-def waiting_request(name: str, **known: int) -> Any:
+def waiting_request(name: str, held: int = 0, node: int = 1, **known: Any) -> Any:
+    """One whose prompt host memory has up to ``node``, ``held`` tokens."""
     handle = CacheRequestHandle(name, 0)
-    return SimpleNamespace(rid=name, cache_request_handle=handle, last_host_node=1, **known)
+    there = {"last_host_node": node, "host_hit_length": held}
+    return SimpleNamespace(rid=name, cache_request_handle=handle, **there, **known)
 
 
 def busy() -> Any:
     return SimpleNamespace(is_empty=lambda: False)
 
 
-def test_answers_are_taken_in_order_as_far_as_half_of_host_memory() -> None:
-    cache = Cache()
+def test_answers_are_taken_in_order_as_far_as_half_of_host_memory(cache: Cache) -> None:
     operations = [Operation(str(n), 320, 1000 * n) for n in range(5)]
-    nothing = Operation("nothing", 0, 9000)
-    cache.answer(*operations, nothing)
+    cache.answer(*operations, Operation("nothing", 0, 9000))
     cache._storage_prefetch_wait = {operation.handle: None for operation in operations}
     assert cache.take() == ["0", "1", "nothing"], "no answer overtakes one that waits for room"
     assert cache.take() == []
@@ -120,19 +132,23 @@ def test_answers_are_taken_in_order_as_far_as_half_of_host_memory() -> None:
 
 
 def test_a_hit_waits_while_host_memory_has_no_room_and_is_read_in_part_if_nothing_gives_any(
-    scheduler: Any,
+    cache: Cache,
 ) -> None:
-    cache = Cache(free=160, evictable=64)
+    """A request that runs gives some at its end, also one of another micro-batch."""
+    cache.free, cache.evictable, scheduler = 160, 64, cache.scheduler
     cache.answer(Operation("a", 320, 0))
     scheduler.running_batch = busy()
     assert cache.take() == []
     scheduler.running_batch = None
+    for running, others in (([None, busy()], [None, None]), ([None, None], [None, busy()])):
+        scheduler.running_mbs, scheduler.mbs = running, others
+        assert cache.take() == []
+    scheduler.mbs = [None, None]
     assert cache.take() == ["a"]
 
 
-def test_of_a_model_with_several_pools_no_part_of_a_hit_is_read() -> None:
-    cache = Cache(free=160)
-    hit = Operation("a", 320, 0)
+def test_of_a_model_with_several_pools_no_part_of_a_hit_is_read(cache: Cache) -> None:
+    cache.free, hit = 160, Operation("a", 320, 0)
     hit.pool_transfers = ["states"]
     cache.answer(hit)
     cache.take()
@@ -143,19 +159,19 @@ def test_of_a_model_with_several_pools_no_part_of_a_hit_is_read() -> None:
     ("requests", "held", "needed"), [(10, 64, 176), (30, 24, 96), (1, 320, 512)]
 )
 def test_hits_do_not_wait_for_prompts_that_only_they_can_let_go(
-    requests: int, held: int, needed: int, runtime: Runtime, scheduler: Any
+    requests: int, held: int, needed: int, cache: Cache
 ) -> None:
     """Host memory has the beginnings of conversations, and L3 the rest."""
-    cache = Cache(free=HOST - requests * held)
-    scheduler.tree_cache, all_ = cache, [str(n) for n in range(requests)]
-    for n, name in enumerate(all_):
+    scheduler = cache.scheduler
+    cache.free -= requests * held
+    waiting_ones = [str(n) for n in range(requests)]
+    for n, name in enumerate(waiting_ones):
         cache.answer(Operation(name, needed, 1000 * n, start=held))
-        request = waiting_request(name, host_hit_length=held)
-        request.last_host_node = n + 1
+        request = waiting_request(name, held, node=n + 1)
         scheduler.waiting_queue.append(request)
         waiting.came(scheduler, request)
     taken: list[str] = []
-    while taken != all_:
+    while taken != waiting_ones:
         now = cache.take()
         assert now, f"{len(taken)} of {requests} hits were read, and no other one ever"
         taken += now
@@ -168,31 +184,26 @@ def test_hits_do_not_wait_for_prompts_that_only_they_can_let_go(
         cache.free += held * (len(cache.unlocked) - before)
 
 
-def test_a_prompt_that_many_requests_share_counts_once(runtime: Runtime, scheduler: Any) -> None:
-    cache = Cache()
-    scheduler.tree_cache = cache
+def test_a_prompt_that_many_requests_share_counts_once(cache: Cache) -> None:
+    held = cache.held
     for n in range(20):
-        request = waiting_request(str(n), host_hit_length=160)
-        scheduler.waiting_queue.append(request)
-        waiting.came(scheduler, request)
-    assert [held.tokens for held in runtime.prefetches.held.values()] == [160] * 20
-    runtime.prefetches.short_of_room = True
-    waiting.came(scheduler, waiting_request("late", host_hit_length=160))
-    assert runtime.prefetches.held["late"].tokens == 0
-    assert waiting.held_tokens(runtime.prefetches.held.values()) == 160, "others hold the node"
+        request = waiting_request(str(n), 160)
+        cache.scheduler.waiting_queue.append(request)
+        waiting.came(cache.scheduler, request)
+    assert [one.tokens for one in held.values()] == [160] * 20
+    cache.prefetches.short_of_room = True
+    waiting.came(cache.scheduler, waiting_request("late", 160))
+    assert held["late"].tokens == 0
+    assert waiting.held_tokens(held.values()) == 160, "others hold the node"
 
 
-def test_hits_do_not_wait_for_a_decode_server(runtime: Runtime, scheduler: Any) -> None:
-    cache = Cache()
-    scheduler.tree_cache = cache
-    request = waiting_request("bootstrapping", host_hit_length=HOST // 2)
-    waiting.came(scheduler, request)
+def test_hits_do_not_wait_for_a_decode_server(cache: Cache) -> None:
+    waiting.came(cache.scheduler, waiting_request("bootstrapping", HOST // 2))
     cache.answer(Operation("a", 320, 0))
     assert cache.take() == ["a"]
 
 
-def test_what_another_prefetch_brings_is_not_read_again() -> None:
-    cache = Cache()
+def test_what_another_prefetch_brings_is_not_read_again(cache: Cache) -> None:
     first, second, other = (Operation(*a) for a in (("a", 320, 0), ("b", 320, 0), ("c", 320, 500)))
     cache.answer(first, second, other)
     assert cache.take() == ["a", "c"]
@@ -203,19 +214,15 @@ def test_what_another_prefetch_brings_is_not_read_again() -> None:
     assert cache.asked_again == ["b"]
 
 
-def test_a_waiting_request_holds_its_prompt_until_it_waits_no_more(
-    runtime: Runtime, scheduler: Any
-) -> None:
-    cache = Cache()
-    scheduler.tree_cache = cache
+def test_a_waiting_request_holds_its_prompt_until_it_waits_no_more(cache: Cache) -> None:
     looked_up: list[str] = []
-    request = waiting_request("a", host_hit_length=64, cached_tokens_storage=256)
+    request = waiting_request("a", 64, cached_tokens_storage=256)
     request.init_next_round_input = lambda cache, cow_mamba: looked_up.append("a")
-    scheduler.waiting_queue = [request]
+    cache.scheduler.waiting_queue = [request]
     operation = Operation("a", 320, 0)
     cache.answer(operation)
-    waiting.came(scheduler, request)
-    assert runtime.prefetches.held["a"].tokens == 64
+    waiting.came(cache.scheduler, request)
+    assert cache.held["a"].tokens == 64
     waiting.fetched(cache)
     assert looked_up == []
     cache.ongoing_prefetch.clear()
@@ -224,35 +231,33 @@ def test_a_waiting_request_holds_its_prompt_until_it_waits_no_more(
     waiting.fetched(cache)
     assert looked_up == ["a"]
     assert cache.unlocked == [1]
-    held = runtime.prefetches.held["a"]
+    held = cache.held["a"]
     assert (held.tokens, held.read) == (384, 320)
     waiting.count_used([request])
     assert held.read == 0
-    scheduler.waiting_queue = []
+    cache.scheduler.waiting_queue = []
     waiting.left()
     assert cache.unlocked == [1, 2]
-    assert runtime.prefetches.held == {}
+    assert cache.held == {}
 
 
 def test_a_retracted_request_holds_its_prompt_again_and_an_aborted_one_nothing(
-    runtime: Runtime, scheduler: Any
+    cache: Cache,
 ) -> None:
-    cache = Cache()
-    scheduler.tree_cache = cache
-    request = waiting_request("a", host_hit_length=64)
+    request = waiting_request("a", 64)
     for _ in range(2):  # it comes, and is retracted later
-        scheduler.waiting_queue = [request]
-        waiting.came(scheduler, request)
+        cache.scheduler.waiting_queue = [request]
+        waiting.came(cache.scheduler, request)
         waiting.left()
-        assert runtime.prefetches.held["a"].tokens == 64
-        scheduler.waiting_queue = []  # it was admitted, or aborted
+        assert cache.held["a"].tokens == 64
+        cache.scheduler.waiting_queue = []  # it was admitted, or aborted
         waiting.left()
-        assert runtime.prefetches.held == {}
+        assert cache.held == {}
     assert cache.unlocked == [1, 1]
 
 
-def test_a_request_that_is_aborted_while_its_answer_waits_is_passed_over(scheduler: Any) -> None:
-    cache = Cache(free=HOST - 640)
+def test_a_request_that_is_aborted_while_its_answer_waits_is_passed_over(cache: Cache) -> None:
+    cache.free -= 640
     first, aborted, last = (Operation(name, 640, 1000 * n) for n, name in enumerate("abc"))
     cache.answer(first, aborted, last)
     assert cache.take() == ["a"]
@@ -262,60 +267,29 @@ def test_a_request_that_is_aborted_while_its_answer_waits_is_passed_over(schedul
     assert cache.take() == ["b", "c"], "HiCache drops the answer of the aborted one"
 
 
-def test_nothing_is_let_go_of_in_a_tree_that_was_emptied(runtime: Runtime, scheduler: Any) -> None:
-    cache = Cache()
-    scheduler.tree_cache = cache
-    request = SimpleNamespace(
-        rid="a",
-        cache_request_handle=CacheRequestHandle("a", 0),
-        last_host_node=1,
-        host_hit_length=9,
-    )
-    waiting.came(scheduler, request)
+def test_nothing_is_let_go_of_in_a_tree_that_was_emptied(cache: Cache) -> None:
+    waiting.came(cache.scheduler, waiting_request("a", 9))
     cache.storage_prefetch_retries = SimpleNamespace()  # as a flush leaves it
     waiting.left()
     assert cache.unlocked == []
-    assert runtime.prefetches.held == {}
+    assert cache.held == {}
 
 
-def test_new_prompts_are_held_only_if_no_hit_waits_for_room(
-    runtime: Runtime, scheduler: Any
-) -> None:
-    cache = Cache()
-    scheduler.tree_cache = cache
-    scheduler.waiting_queue = [waiting_request("large")]
-    runtime.prefetches.held["large"] = Held(scheduler.waiting_queue[0], tokens=HOST // 2)
+def test_new_prompts_are_held_only_if_no_hit_waits_for_room(cache: Cache) -> None:
+    cache.scheduler.waiting_queue = [large := waiting_request("large")]
+    cache.held["large"] = Held(large, tokens=HOST // 2)
     cache.answer(Operation("a", 320, 0))
     assert cache.take() == []
-    request = SimpleNamespace(
-        rid="b",
-        cache_request_handle=CacheRequestHandle("b", 0),
-        last_host_node=1,
-        host_hit_length=9,
-    )
-    waiting.came(scheduler, request)
-    assert runtime.prefetches.held["b"].tokens == 0
+    waiting.came(cache.scheduler, waiting_request("b", 9))
+    assert cache.held["b"].tokens == 0
 
 
-def test_a_stage_waits_for_the_answers_that_the_first_one_had() -> None:
-    cache, late = Cache(), Operation("late", 320, 2000)
-    first, other = Operation("first", 320, 0), Operation("other", 320, 1000)
+def test_a_stage_waits_for_the_answers_that_the_first_one_had(cache: Cache) -> None:
+    first, other, late = (Operation(str(n), 320, 1000 * n) for n in range(3))
     cache.answer(first)
-    answers = cache.cache_controller.prefetch_hit_queue
     comes = Timer(0.1, cache.answer, (other, late))
     comes.start()
     assert waiting.with_room(cache, 2) == 2
-    assert list(answers.queue)[:2] == [first, other]
+    assert list(cache.cache_controller.prefetch_hit_queue.queue)[:2] == [first, other]
     comes.join()
     assert waiting.with_room(cache, None) is None
-
-
-def test_a_hit_waits_while_another_micro_batch_runs(scheduler: Any) -> None:
-    cache = Cache(free=160)
-    cache.answer(Operation("a", 320, 0))
-    scheduler.running_mbs, scheduler.mbs = [None, busy()], [None, None]
-    assert cache.take() == []
-    scheduler.running_mbs, scheduler.mbs = [None, None], [None, busy()]
-    assert cache.take() == []
-    scheduler.mbs = [None, None]
-    assert cache.take() == ["a"]

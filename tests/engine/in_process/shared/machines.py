@@ -13,8 +13,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from hcache_backend import HCacheStorage, metrics
-from tests.engine.in_process.storage_config import PAGE, storage_config
-from tests.engine.in_process.test_storage import KEYS
+from tests.engine.in_process.storage_config import KEYS, PAGE, storage_config
 
 SECONDS = 30.0
 """For what takes a moment, on a machine that is busy with something else."""
@@ -41,9 +40,8 @@ class Machine:
     def share(self, *pages: int) -> torch.Tensor:
         """As :meth:`write`; returns when the shared folder has the pages, too."""
         given = self.write(*pages)
-        shared = Path(os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"])
         until(
-            lambda: all(any(KEYS[page] in one.name for one in values(shared)) for page in pages),
+            lambda: all(any(KEYS[page] in one.name for one in values()) for page in pages),
             f"{pages} to be shared",
         )
         return given
@@ -53,6 +51,10 @@ class Machine:
 
     def stored(self) -> int:
         return len(list(self.folder.glob("pages/??/*.page")))
+
+
+MakeMachine = Callable[..., Machine]
+"""The fixture ``machine``: the machine of a name, with options of its L3."""
 
 
 def slots(pages: tuple[int, ...]) -> torch.Tensor:
@@ -81,17 +83,19 @@ def until(happened: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-def values(shared: Path) -> list[Path]:
-    return sorted(shared.glob("*.bin"))
+def values() -> list[Path]:
+    """Those in the shared folder."""
+    folder = Path(os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"])
+    return sorted(folder.glob("*.bin"))
 
 
-def value_of(shared: Path, page: int) -> Path:
-    [path] = [path for path in values(shared) if KEYS[page] in path.name]
+def value_of(page: int) -> Path:
+    [path] = [path for path in values() if KEYS[page] in path.name]
     return path
 
 
-def wait_for_values(shared: Path, count: int) -> None:
-    until(lambda: len(values(shared)) == count, f"{count} shared values")
+def wait_for_values(count: int) -> None:
+    until(lambda: len(values()) == count, f"{count} shared values")
 
 
 def counted(event: str) -> float:

@@ -1,45 +1,37 @@
 """A shared tier that does not start, takes no memory or no pages, or hangs."""
 
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pytest import LogCaptureFixture, MonkeyPatch
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
-from hcache_backend import HCacheStorage, metrics
+from hcache_backend import metrics
 from hcache_backend.config import ConfigError
-from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start import attach
 from hcache_backend.tiers import shared_backend
 from hcache_backend.tiers.shared_backend import BoundedCalls, CopyQueue, GivenUp
-from tests.engine.in_process.shared.machines import SECONDS, Machine, held, until, values
-from tests.engine.in_process.storage_config import storage_config
-from tests.engine.in_process.test_storage import KEYS
-
-
-@pytest.fixture
-def go_on() -> Iterator[threading.Event]:
-    """What hangs in a test goes on at its end."""
-    event = threading.Event()
-    yield event
-    event.set()
+from tests.engine.in_process.shared.machines import (
+    SECONDS,
+    Machine,
+    MakeMachine,
+    held,
+    until,
+    values,
+)
+from tests.engine.in_process.storage_config import KEYS
 
 
 @pytest.mark.parametrize("hanging", [(Path, "mkdir"), (HiCacheFile, "__init__")])
 def test_a_backend_that_hangs_at_the_start_is_an_error_of_the_option(
-    hanging: tuple[Any, str],
-    tmp_path: Path,
-    shared: Path,
-    runtime: Runtime,
-    go_on: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
+    hanging: tuple[Any, str], machine: MakeMachine, monkeypatch: MonkeyPatch
 ) -> None:
     """SGLang's own threads, and the other ranks, wait for the start. What comes too late, is closed
     at once."""
-    closed = threading.Event()
+    closed, go_on = threading.Event(), threading.Event()
     monkeypatch.setattr(shared_backend, "START_SECONDS", 0.2)
     monkeypatch.setattr(HiCacheFile, "close", lambda backend: closed.set(), raising=False)
     owner, name = hanging
@@ -52,16 +44,13 @@ def test_a_backend_that_hangs_at_the_start_is_an_error_of_the_option(
 
     monkeypatch.setattr(owner, name, late)
     with pytest.raises(ConfigError, match=r"'backend': 'file'.* did not answer within 0\.2 s"):
-        HCacheStorage(storage_config(tmp_path / "l3", {"shared": {"backend": "file"}}))
+        machine("first")
     go_on.set()
     assert closed.wait(SECONDS)
 
 
 def test_a_rank_whose_backend_takes_no_memory_goes_without(
-    machine: Callable[..., Machine],
-    shared: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    machine: MakeMachine, monkeypatch: MonkeyPatch, caplog: LogCaptureFixture
 ) -> None:
     """The others serve; what one rank does not find is a miss on all."""
 
@@ -70,73 +59,54 @@ def test_a_rank_whose_backend_takes_no_memory_goes_without(
 
     monkeypatch.setattr(HiCacheFile, "register_mem_pool_host", refuse)
     first = machine("first")
-    assert (
-        "option 'shared' is not used: file did not register the buffers: RuntimeError"
-        in caplog.text
-    )
+    said = "option 'shared' is not used: file did not register the buffers: RuntimeError"
+    assert said in caplog.text
     first.write(0)
     assert first.read(0) == [True]
-    assert values(shared) == []
+    assert values() == []
 
 
 def test_a_backend_is_closed_when_another_rank_could_not_join(
-    tmp_path: Path, shared: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+    machine: MakeMachine, monkeypatch: MonkeyPatch
 ) -> None:
-    closed: list[HiCacheFile] = []
-
-    def close(backend: HiCacheFile) -> None:
-        closed.append(backend)
-
-    monkeypatch.setattr(HiCacheFile, "close", close, raising=False)
+    closed = list[HiCacheFile]()
 
     def disagree(*args: Any) -> None:
         raise ConfigError("on tensor-parallel rank 1")
 
+    monkeypatch.setattr(HiCacheFile, "close", closed.append, raising=False)
     monkeypatch.setattr(attach, "_agree", disagree)
     with pytest.raises(ConfigError, match="rank 1"):
-        HCacheStorage(storage_config(tmp_path / "l3", {"shared": {"backend": "file"}}))
+        machine("first")
     assert len(closed) == 1
 
 
 def test_a_backend_whose_close_hangs_is_closed_all_the_same(
-    machine: Callable[..., Machine], go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
+    first: Machine, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_backend, "CLOSE_SECONDS", 0.2)
-    begun = threading.Event()
-
-    def close(backend: Any) -> None:
-        begun.set()
-        go_on.wait(SECONDS)
-
-    monkeypatch.setattr(HiCacheFile, "close", close, raising=False)
-    machine("first").storage.close()
+    monkeypatch.setattr(HiCacheFile, "close", lambda backend: None, raising=False)
+    begun, go_on = held(monkeypatch, HiCacheFile, "close")
+    first.storage.close()
     assert begun.is_set() and not go_on.is_set()
+    go_on.set()
 
 
 def test_what_waits_is_written_before_the_backend_is_closed(
-    machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
+    first: Machine, monkeypatch: MonkeyPatch
 ) -> None:
     _, go_on = held(monkeypatch, HiCacheFile, "set")
-    first = machine("first")
     first.write(0, 1)
     threading.Timer(0.2, go_on.set).start()
     first.storage.close()
-    assert len(values(shared)) == 2
+    assert len(values()) == 2
 
 
 def test_while_a_write_hangs_reads_go_on(
-    machine: Callable[..., Machine], go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
+    first: Machine, second: Machine, monkeypatch: MonkeyPatch
 ) -> None:
-    first = machine("first")
     given = first.share(0)
-    begun = threading.Event()
-
-    def hang(*args: Any) -> bool:
-        begun.set()
-        return not go_on.wait(SECONDS)
-
-    monkeypatch.setattr(HiCacheFile, "set", hang)
-    second = machine("second")
+    begun, go_on = held(monkeypatch, HiCacheFile, "set")
     second.write(1)
     assert begun.wait(SECONDS)
     assert second.storage.batch_exists(KEYS[:1]) == 1
@@ -150,10 +120,9 @@ def is_silent() -> bool:
 
 
 def test_a_backend_that_takes_no_page_counts_as_silent_until_it_takes_one(
-    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+    first: Machine, monkeypatch: MonkeyPatch
 ) -> None:
     """Mooncake's calls say no more than that when its master is gone."""
-    first = machine("first")
     with monkeypatch.context() as gone:
         gone.setattr(HiCacheFile, "set", lambda *args: False)
         first.write(0)
@@ -165,9 +134,8 @@ def test_a_backend_that_takes_no_page_counts_as_silent_until_it_takes_one(
 
 
 def test_pages_that_wait_to_be_kept_do_not_come_back_after_a_clear(
-    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+    first: Machine, second: Machine, monkeypatch: MonkeyPatch
 ) -> None:
-    first, second = machine("first"), machine("second")
     first.share(0, 1)
     begun, go_on = held(monkeypatch, second.storage._tier.local, "put")
     assert second.read(0) == [True]

@@ -1,29 +1,33 @@
 """The shared tier: its calls, SGLang's file backend in a folder of several machines, and hangs."""
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pytest import LogCaptureFixture, MonkeyPatch
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolName
 
 from hcache_backend import HCacheStorage
 from hcache_backend.config import ConfigError
 from hcache_backend.format.units import Shard
+from hcache_backend.prefetch.gate import HitGate
 from hcache_backend.prefetch.prefetch import Prefetch
+from hcache_backend.sglang import runtime as runtime_module
 from hcache_backend.sglang.runtime import Runtime, Weights
 from hcache_backend.tiers import tier as shared_tier
-from hcache_backend.tiers.tier import Pages
 from tests.engine.in_process.pools.test_own_pages import Server, indices
 from tests.engine.in_process.shared.machines import (
     PAGE,
     SECONDS,
     Machine,
+    MakeMachine,
     counted,
     held,
     until,
@@ -31,31 +35,33 @@ from tests.engine.in_process.shared.machines import (
     values,
     wait_for_values,
 )
-from tests.engine.in_process.storage_config import storage_config
-from tests.engine.in_process.test_storage import KEYS, HostPool
+from tests.engine.in_process.storage_config import (
+    KEYS,
+    HostPool,
+    storage_config,
+    unconfigured_runtime,
+)
 
 # ---- two machines ----
 
 
 def test_another_machine_finds_reads_and_keeps_what_one_wrote(
-    machine: Callable[..., Machine], shared: Path
+    first: Machine, second: Machine
 ) -> None:
-    first, second = machine("first"), machine("second")
     given = first.share(0, 1, 2)
     assert second.storage.batch_exists(KEYS[:5]) == 3
     assert second.read(0, 1, 2, 3) == [True, True, True, False]
     assert torch.equal(second.pool.data[:, :3], given)
     until(lambda: second.stored() == 3, "pages to be kept")
-    for path in values(shared):
+    for path in values():
         path.unlink()
     second.pool.data.zero_()
     assert second.read(0, 1, 2) == [True] * 3
     assert torch.equal(second.pool.data[:, :3], given)
 
 
-def test_pages_that_both_stores_have_are_one_sequence(machine: Callable[..., Machine]) -> None:
+def test_pages_that_both_stores_have_are_one_sequence(first: Machine, second: Machine) -> None:
     """The front of a conversation is here, then what another machine added, then both."""
-    first, second = machine("first"), machine("second")
     given = first.share(0, 1, 2, 3)
     second.read(0, 1, 3)
     until(lambda: second.stored() == 3, "pages to be kept")
@@ -65,52 +71,29 @@ def test_pages_that_both_stores_have_are_one_sequence(machine: Callable[..., Mac
     assert torch.equal(second.pool.data[:, :4], given)
 
 
-def test_what_is_kept_is_bounded_by_the_quota(machine: Callable[..., Machine]) -> None:
-    first = machine("first")
-    first.share(*range(8))
-    bound = 4 * max(path.stat().st_size for path in first.folder.glob("pages/??/*.page"))
-    second = machine("second", quota_bytes=bound)
-    for page in range(8):
-        before = counted("kept")
-        assert second.read(page) == [True]
-        until(lambda before=before: counted("kept") > before, "a page to be kept")
-    second.storage.close()
-    sizes = [path.stat().st_size for path in second.folder.glob("pages/??/*.page")]
-    assert 0 < sum(sizes) <= bound
+DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
+    "bit": lambda data, other: data[:5] + bytes([data[5] ^ 1]) + data[6:],
+    "proof": lambda data, other: data[:-1] + bytes([data[-1] ^ 1]),
+    "short": lambda data, other: data[:-1],
+    "empty": lambda data, other: b"",
+    "swapped": lambda data, other: other,
+}
 
 
-def damaged(path: Path, how: str) -> None:
-    data = bytearray(path.read_bytes())
-    if how == "bit":
-        data[5] ^= 1
-    elif how == "proof":
-        data[-1] ^= 1
-    elif how == "short":
-        del data[-1:]
-    elif how == "empty":
-        data.clear()
-    elif how == "swapped":
-        data[:] = next(p for p in values(path.parent) if p != path).read_bytes()
-    path.write_bytes(bytes(data))
-
-
-@pytest.mark.parametrize("how", ["bit", "proof", "short", "empty", "swapped"])
+@pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_value_is_a_miss_and_is_not_kept(
-    how: str, machine: Callable[..., Machine], shared: Path
+    how: str, first: Machine, second: Machine
 ) -> None:
-    first, second = machine("first"), machine("second")
     given = first.share(0, 1, 2)
-    damaged(value_of(shared, 1), how)
+    path, other = value_of(1), value_of(2)
+    path.write_bytes(DAMAGE[how](path.read_bytes(), other.read_bytes()))
     assert second.read(0, 1, 2) == [True, False, True]
     assert torch.equal(second.pool.data[:, [0, 2]], given[:, [0, 2]])
     until(lambda: second.stored() == 2, "two pages to be kept")
     assert second.read(1) == [False]
 
 
-def test_a_page_that_this_machines_disk_damaged_comes_from_the_shared_tier(
-    machine: Callable[..., Machine],
-) -> None:
-    first = machine("first")
+def test_a_page_that_this_machines_disk_damaged_comes_from_the_shared_tier(first: Machine) -> None:
     given = first.share(0)
     [page] = first.folder.glob("pages/??/*.page")
     data = bytearray(page.read_bytes())
@@ -120,20 +103,9 @@ def test_a_page_that_this_machines_disk_damaged_comes_from_the_shared_tier(
     assert torch.equal(first.pool.data[:, :1], given)
 
 
-def test_other_weights_find_nothing_shared(
-    machine: Callable[..., Machine], runtime: Runtime
-) -> None:
-    first = machine("first")
-    first.share(0)
-    runtime.weights = Weights(b"v" * 16)
-    assert first.storage.batch_exists(KEYS[:1]) == 0
-    assert first.read(0) == [False]
-
-
 def test_what_is_kept_after_a_weight_update_is_not_taken_for_pages_of_the_new_weights(
-    machine: Callable[..., Machine], shared: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+    first: Machine, second: Machine, runtime: Runtime, monkeypatch: MonkeyPatch
 ) -> None:
-    first, second = machine("first"), machine("second")
     first.share(0)
     begun, go_on = held(monkeypatch, second.storage._tier.local, "put")
     assert second.read(0) == [True]
@@ -141,43 +113,57 @@ def test_what_is_kept_after_a_weight_update_is_not_taken_for_pages_of_the_new_we
     earlier, runtime.weights = runtime.weights, Weights(b"v" * 16)
     go_on.set()
     until(lambda: second.stored() == 1, "the page to be kept")
-    value_of(shared, 0).unlink()
+    value_of(0).unlink()
     assert second.storage.batch_exists(KEYS[:1]) == 0
     runtime.weights = earlier
     assert second.storage.batch_exists(KEYS[:1]) == 1
 
 
-def test_while_l3_is_suspended_nothing_is_shared(
-    machine: Callable[..., Machine], shared: Path, runtime: Runtime
-) -> None:
-    first = machine("first")
+def test_while_l3_is_suspended_nothing_is_shared(first: Machine, runtime: Runtime) -> None:
     runtime.begin_weight_update()
     first.write(0)
     runtime.caches_were_flushed()
     first.share(1)
-    assert KEYS[1] in values(shared)[0].name
+    assert KEYS[1] in values()[0].name
+
+
+def taken(runtime: Runtime, pages: int, far: int) -> HitGate:
+    """The gate of hits, which takes one of so many pages, ``far`` of them of the shared tier."""
+    runtime.judge(None, "test", 1.0)
+    gate, prefetch, tokens = runtime.hit_gate, Prefetch("a"), pages * PAGE
+    assert gate is not None
+    assert gate.takes(prefetch, tokens, tokens, far * PAGE) == tokens
+    gate.read_begins(prefetch, tokens, PAGE)
+    return gate
 
 
 def test_what_this_machines_disk_lost_is_not_counted_as_brought_by_the_shared_tier(
-    machine: Callable[..., Machine], shared: Path, runtime: Runtime
+    first: Machine, second: Machine, runtime: Runtime
 ) -> None:
     """A page that no store has ends the hit: what comes after it is worth nothing."""
-    first, second = machine("first"), machine("second")
     first.share(0, 1, 2)
-    value_of(shared, 0).unlink()
-    runtime.judge(None, "test", 1.0)
-    gate, prefetch = runtime.hit_gate, Prefetch("a")
-    assert gate is not None
-    assert gate.takes(prefetch, 3 * PAGE, 3 * PAGE, 2 * PAGE) == 3 * PAGE
-    gate.read_begins(prefetch, 3 * PAGE, PAGE)
+    value_of(0).unlink()
+    gate = taken(runtime, 3, far=2)
     assert second.read(0, 1, 2) == [False, True, True]
     assert gate.l3.reading is not None
     assert gate.l3.reading.from_shared == 0
 
 
+def test_reads_tell_how_fast_each_store_is(
+    first: Machine, second: Machine, runtime: Runtime
+) -> None:
+    first.share(0, 1)
+    second.storage.batch_exists(KEYS[:2])
+    gate = taken(runtime, 2, far=second.storage.take_found_shared())
+    assert second.read(0, 1) == [True, True]
+    gate.l3.arrived(2 * PAGE)
+    gate.read_ends()
+    assert gate.estimates.rates().keys() == {"shared_read"}
+
+
 @pytest.mark.parametrize("switch", ["disaggregation_mode", "enable_pd_role_switch"])
 def test_a_decode_server_promises_no_hit_and_writes(
-    switch: str, machine: Callable[..., Machine], runtime: Runtime, caplog: pytest.LogCaptureFixture
+    switch: str, machine: MakeMachine, runtime: Runtime, caplog: LogCaptureFixture
 ) -> None:
     """SGLang fails a request whose hit is lost; neither store may promise one."""
     first = machine("first")
@@ -189,30 +175,7 @@ def test_a_decode_server_promises_no_hit_and_writes(
     assert caplog.text.count("a decode server only writes L3") == 1
 
 
-def test_reads_tell_how_fast_each_store_is(
-    machine: Callable[..., Machine], runtime: Runtime
-) -> None:
-    first, second = machine("first"), machine("second")
-    first.share(0, 1)
-    runtime.judge(None, "test", 1.0)
-    gate, prefetch = runtime.hit_gate, Prefetch("a")
-    assert gate is not None
-    second.storage.batch_exists(KEYS[:2])
-    far = second.storage.take_found_shared() * PAGE
-    assert gate.takes(prefetch, 2 * PAGE, 2 * PAGE, far) == 2 * PAGE
-    gate.read_begins(prefetch, 2 * PAGE, PAGE)
-    assert second.read(0, 1) == [True, True]
-    gate.l3.arrived(2 * PAGE)
-    gate.read_ends()
-    assert gate.estimates.rates().keys() == {"shared_read"}
-
-
-# ---- whose pages ----
-
-
-def test_each_rank_has_its_share_there(
-    tmp_path: Path, shared: Path, runtime: Runtime, machine: Callable[..., Machine]
-) -> None:
+def test_each_rank_has_its_share_there(runtime: Runtime, machine: MakeMachine) -> None:
     runtime.own_pages = True
     for name in ("first", "second"):
         for rank in range(2):
@@ -223,83 +186,110 @@ def test_each_rank_has_its_share_there(
             if name == "first":
                 server.compute([0, 1], namespace)
                 storage.batch_set_v1(KEYS[:2], indices([0, 1]))
-                wait_for_values(shared, 2 * (rank + 1))
+                wait_for_values(2 * (rank + 1))
             else:
                 assert storage.batch_exists(KEYS[:2]) == 2
                 assert storage.batch_get_v1(KEYS[:2], indices([0, 1])) == [True, True]
                 server.assert_restored([0, 1], namespace)
 
 
-def test_a_server_with_several_host_pools_goes_without(
-    machine: Callable[..., Machine], shared: Path, caplog: pytest.LogCaptureFixture
+NIXL = {"backend": "nixl", "config": {"plugin": {"posix": {"active": True}}}}
+
+
+def test_another_machine_finds_what_nixl_has_and_nothing_that_is_damaged(
+    machine: MakeMachine, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
-    first = machine("first")
-    first.storage.register_mem_host_pool_v2(HostPool(8), PoolName.SWA)
-    assert "option 'shared' is not used: the model has several host pools" in caplog.text
-    first.write(0)
-    assert first.read(0) == [True]
-    first.storage.close()
-    assert values(shared) == []
+    """Its POSIX plugin, in a folder that machines share."""
+    pytest.importorskip("nixl", reason="no NIXL: see requirements/peers.txt")
+    shared = tmp_path / "nixl"
+    monkeypatch.setenv("SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR", str(shared))
+    before = counted("written")
+    given = machine("first", shared=NIXL).write(0, 1, 2)
+    until(lambda: counted("written") == before + 3, "pages to be shared")
+    second = machine("second", shared=NIXL)
+    assert second.storage.batch_exists(KEYS[:5]) == 3
+    for path in shared.rglob("*"):
+        if path.is_file() and KEYS[1] in path.name:
+            path.write_bytes(path.read_bytes()[::-1])
+    assert second.read(0, 1, 2) == [True, False, True]
+    assert torch.equal(second.pool.data[:, [0, 2]], given[:, [0, 2]])
+    until(lambda: second.stored() == 2, "pages to be kept")
+
+
+# ---- servers that are not alike ----
+
+
+@pytest.mark.parametrize(
+    ("differs", "value", "pages"),
+    [
+        ("runner.gpu_id", 3, 3),
+        ("runner.model_config.model_path", "a path on another machine", 3),
+        ("runner.dtype", torch.float16, 0),
+        ("runner.kv_cache_dtype", torch.float8_e4m3fn, 0),
+        ("runner.server_args.page_size", 2 * PAGE, 0),
+        ("runner.model_config.hf_config.to_dict", lambda: {"hidden_size": 8, "rope_theta": 1}, 0),
+        ("weights", Weights(b"v" * 16), 0),
+    ],
+)
+def test_equal_pages_are_shared_and_no_other_one_is_read(
+    differs: str, value: Any, pages: int, machine: MakeMachine, monkeypatch: MonkeyPatch
+) -> None:
+    given, other = machine("first").share(0, 1, 2), unconfigured_runtime()
+    monkeypatch.setattr(runtime_module, "_runtime", other)
+    owner, _, name = f"other.{differs}".rpartition(".")
+    found = attrgetter(owner)(SimpleNamespace(other=other))
+    monkeypatch.setattr(found, name, value, raising=False)
+    second = machine("second")
+    assert second.storage.batch_exists(KEYS[:3]) == pages
+    assert second.read(0, 1, 2) == [bool(pages)] * 3
+    assert torch.equal(second.pool.data[:, :3], given) == bool(pages)
+
+
+def test_pages_of_another_format_are_not_read(
+    first: Machine, machine: MakeMachine, monkeypatch: MonkeyPatch
+) -> None:
+    first.share(0)
+    monkeypatch.setattr(runtime_module, "FORMAT_VERSION", runtime_module.FORMAT_VERSION + 1)
+    monkeypatch.setattr(runtime_module, "_runtime", unconfigured_runtime())
+    second = machine("second")
+    assert (second.storage.batch_exists(KEYS[:1]), second.read(0)) == (0, [False])
 
 
 # ---- wrong options ----
 
 
+def test_a_server_with_several_host_pools_goes_without(
+    first: Machine, caplog: LogCaptureFixture
+) -> None:
+    first.storage.register_mem_host_pool_v2(HostPool(8), PoolName.SWA)
+    assert "option 'shared' is not used: the model has several host pools" in caplog.text
+    first.write(0)
+    assert first.read(0) == [True]
+    first.storage.close()
+    assert values() == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("file", "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR must be the folder that the machines"),
+        ("nixl", "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR must be the folder that the machines"),
+        ("mooncake", "(MOONCAKE_MASTER|mooncake)"),
+    ],
+)
 def test_a_backend_that_cannot_be_made_is_named(
-    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+    backend: str, message: str, tmp_path: Path, runtime: Runtime, monkeypatch: MonkeyPatch
 ) -> None:
     folders = [f"SGLANG_HICACHE_{name}_BACKEND_STORAGE_DIR" for name in ("FILE", "NIXL")]
     for name in (*folders, "MOONCAKE_MASTER", "MOONCAKE_CLIENT"):
         monkeypatch.delenv(name, raising=False)
-    wanted = {
-        "file": f"'backend': 'file'.*{folders[0]} must be the folder that the machines share",
-        "nixl": f"'backend': 'nixl'.*{folders[1]} must be the folder that the machines share",
-        "mooncake": "'backend': 'mooncake'.*(MOONCAKE_MASTER|mooncake)",
-    }
-    for backend, message in wanted.items():
-        config = storage_config(tmp_path, {"shared": {"backend": backend}})
-        with pytest.raises(ConfigError, match=f"option 'shared' is .*{message}"):
-            HCacheStorage(config)
+    said = f"option 'shared' is .*'backend': '{backend}'.*{message}"
+    with pytest.raises(ConfigError, match=said):
+        HCacheStorage(storage_config(tmp_path, {"shared": {"backend": backend}}))
     HCacheStorage(storage_config(tmp_path)).close()
 
 
-TIERS: dict[str, Callable[[Machine], Any]] = {
-    "local": lambda machine: machine.storage._tier.local,
-    "shared": lambda machine: machine.storage._tier._shared,
-    "both": lambda machine: machine.storage._tier,
-}
-
-
-def pages_of(machine: Machine, *numbers: int) -> tuple[Pages, list[list[memoryview]]]:
-    """Names of pages, and their memory in the pool of the machine."""
-    [pages] = machine.storage._pages(PoolName.KV, [KEYS[number] for number in numbers])
-    pool = machine.storage._pools[PoolName.KV]
-    memory = pool.memory(
-        torch.cat([machine.pool.fill(range(n, n + 1)) for n in numbers]), len(numbers), read=True
-    )
-    return pages, memory.parts[0]
-
-
-@pytest.mark.parametrize("name", TIERS)
-def test_a_tier_has_what_it_took_and_takes_nothing_in_quarantine(
-    name: str, machine: Callable[..., Machine]
-) -> None:
-    first = machine("first")
-    tier, before = TIERS[name](first), counted("written")
-    pages, memory = pages_of(first, 0, 1, 3)
-    given = first.pool.data.clone()
-    assert tier.put(pages, memory) == [True] * 3
-    if name != "local":
-        until(lambda: counted("written") == before + 3, "pages to be written")
-    first.pool.data.zero_()
-    assert tier.get(pages, memory) == [True] * 3
-    assert torch.equal(first.pool.data, given)
-    asked, into = pages_of(first, 0, 2, 3)
-    assert tier.exists(asked) == [True, False, name != "shared"], "it gives up at a missing page"
-    assert tier.get(asked, into) == [True, False, True]
-    tier.quarantine([pages.namespace])
-    assert tier.put(asked, into) == [False] * 3
-    assert tier.exists(asked) == [name != "local", False, False]
+# ---- hangs, failures and too much at a time ----
 
 
 @contextmanager
@@ -319,14 +309,13 @@ def hanging(path: Path) -> Iterator[None]:
 
 
 def test_a_read_that_hangs_is_a_miss_and_the_backend_is_left_alone(
-    machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
+    first: Machine, machine: MakeMachine, monkeypatch: MonkeyPatch
 ) -> None:
     """Without a bound the read would never return."""
     monkeypatch.setattr(shared_tier, "REST_SECONDS", 0.0)
-    first = machine("first")
     second = machine("second", shared={"read_seconds": 0.2})
     given = first.share(0, 1)
-    with hanging(value_of(shared, 0)):
+    with hanging(value_of(0)):
         assert second.read(0) == [False]
         before = counted("not_asked")
         assert second.read(1) == [False], "it is still at the first one"
@@ -337,19 +326,13 @@ def test_a_read_that_hangs_is_a_miss_and_the_backend_is_left_alone(
 
 
 def test_what_arrives_late_goes_nowhere(
-    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+    first: Machine, machine: MakeMachine, monkeypatch: MonkeyPatch
 ) -> None:
     """The memory of the page has been given to another one by then."""
     monkeypatch.setattr(shared_tier, "REST_SECONDS", 0.0)
-    first, second = machine("first"), machine("second", shared={"read_seconds": 0.2})
+    second = machine("second", shared={"read_seconds": 0.2})
     first.share(0)
-    late, read = threading.Event(), HiCacheFile.get
-
-    def get(*args: Any) -> Any:
-        assert late.wait(SECONDS)
-        return read(*args)
-
-    monkeypatch.setattr(HiCacheFile, "get", get)
+    _, late = held(monkeypatch, HiCacheFile, "get")
     assert second.read(0) == [False]
     mine = second.pool.data.clone()
     late.set()
@@ -357,11 +340,23 @@ def test_what_arrives_late_goes_nowhere(
     assert torch.equal(second.pool.data, mine)
 
 
+def test_a_backend_that_hangs_is_closed_all_the_same(
+    first: Machine, machine: MakeMachine, monkeypatch: MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_tier, "CLOSE_SECONDS", 0.2)
+    second = machine("second", shared={"read_seconds": 0.2})
+    first.share(0)
+    with hanging(value_of(0)):
+        assert second.read(0) == [False]
+        tier = second.storage._tier._shared
+        second.storage.close()
+        assert tier._reading.hangs
+
+
 def test_after_a_failure_the_backend_is_left_alone_for_a_while(
-    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+    first: Machine, second: Machine, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_tier, "REST_SECONDS", 1e6)
-    first, second = machine("first"), machine("second")
     first.share(0)
 
     def fail(*args: Any) -> Any:
@@ -375,8 +370,45 @@ def test_after_a_failure_the_backend_is_left_alone_for_a_while(
     assert second.storage.batch_exists(KEYS[:1]) == 1
 
 
+@pytest.mark.parametrize("trouble", ["slow", "fails"])
+def test_a_look_up_of_which_a_part_comes_late_or_fails(
+    trouble: str, first: Machine, second: Machine, monkeypatch: MonkeyPatch
+) -> None:
+    """What was found in time is read; nothing is promised after a failure."""
+    monkeypatch.setattr(shared_tier, "_LOOK_UP_PAGES", 1)
+    first.share(0, 1)
+    asked, exists = list[str](), HiCacheFile.batch_exists
+    now, clock = [0.0], time.monotonic
+
+    def in_trouble(backend: Any, names: Any, *args: Any) -> Any:
+        asked.append(names[0])
+        now[0] += 0.7 * SECONDS * (trouble == "slow")
+        if trouble == "fails" and KEYS[1] in names[0]:
+            raise OSError("stale file handle")
+        return exists(backend, names, *args)
+
+    monkeypatch.setattr(HiCacheFile, "batch_exists", in_trouble)
+    monkeypatch.setattr(shared_tier.time, "monotonic", lambda: clock() + now[0])
+    found = second.storage.batch_exists(KEYS[:2])
+    assert (found, len(asked)) == {"slow": (1, 1), "fails": (0, 2)}[trouble]
+    if trouble == "slow":
+        assert second.read(0) == [True]
+
+
+def test_a_read_is_divided_into_parts_that_have_their_own_time(
+    first: Machine, machine: MakeMachine, monkeypatch: MonkeyPatch
+) -> None:
+    """A row takes 8192 bytes here. What came before the part that hangs counts."""
+    monkeypatch.setattr(shared_tier, "_PART_BYTES", 2 * 8192)
+    second = machine("second", shared={"read_seconds": 3.0})
+    given = first.share(*range(6))
+    with hanging(value_of(4)):
+        assert second.read(*range(6)) == [True] * 4 + [False] * 2
+    assert torch.equal(second.pool.data[:, :4], given[:, :4])
+
+
 def test_writes_wait_in_bounded_memory_and_what_is_too_much_is_dropped(
-    machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
+    machine: MakeMachine, second: Machine, monkeypatch: MonkeyPatch
 ) -> None:
     _, go_on = held(monkeypatch, HiCacheFile, "set")
     monkeypatch.setattr(shared_tier, "WRITE_SECONDS", 0.1)
@@ -386,98 +418,30 @@ def test_writes_wait_in_bounded_memory_and_what_is_too_much_is_dropped(
     assert counted("dropped_full") == before + 5
     first.pool.data.zero_()
     go_on.set()
-    wait_for_values(shared, 3)
-    second = machine("second")
+    wait_for_values(3)
     assert second.read(0, 1, 2) == [True] * 3, "what the pages were when they were written"
     assert torch.equal(second.pool.data[:, :3], given[:, :3])
 
 
-def test_a_backend_that_hangs_is_closed_all_the_same(
-    machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_tier, "CLOSE_SECONDS", 0.2)
-    first, second = machine("first"), machine("second", shared={"read_seconds": 0.2})
-    first.share(0)
-    with hanging(value_of(shared, 0)):
-        assert second.read(0) == [False]
-        tier = second.storage._tier._shared
-        second.storage.close()
-        assert tier._reading.hangs
-
-
-def test_a_long_look_up_stops_in_time_and_what_it_found_is_read(
-    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second part would not come in time."""
-    monkeypatch.setattr(shared_tier, "_LOOK_UP_PAGES", 1)
-    first, second = machine("first"), machine("second")
-    first.share(0, 1)
-    asked, exists = [], HiCacheFile.batch_exists
-    now, clock = [0.0], time.monotonic
-
-    def slow(*args: Any) -> Any:
-        asked.append(args)
-        now[0] += 0.7 * SECONDS
-        return exists(*args)
-
-    monkeypatch.setattr(HiCacheFile, "batch_exists", slow)
-    monkeypatch.setattr(shared_tier.time, "monotonic", lambda: clock() + now[0])
-    assert second.storage.batch_exists(KEYS[:2]) == 1
-    assert len(asked) == 1
-    assert second.read(0) == [True]
-
-
-def test_nothing_is_promised_after_a_look_up_that_failed(
-    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = machine("first"), machine("second")
-    first.share(0, 1)
-    monkeypatch.setattr(shared_tier, "_LOOK_UP_PAGES", 1)
-    exists = HiCacheFile.batch_exists
-
-    def fail_second(backend: Any, names: Any, *args: Any) -> Any:
-        if KEYS[1] in names[0]:
-            raise OSError("stale file handle")
-        return exists(backend, names, *args)
-
-    monkeypatch.setattr(HiCacheFile, "batch_exists", fail_second)
-    assert second.storage.batch_exists(KEYS[:2]) == 0
-
-
-def test_a_read_is_divided_into_parts_that_have_their_own_time(
-    machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A row takes 8192 bytes here. What came before the part that hangs counts."""
-    monkeypatch.setattr(shared_tier, "_PART_BYTES", 2 * 8192)
-    first, second = machine("first"), machine("second", shared={"read_seconds": 3.0})
-    given = first.share(*range(6))
-    with hanging(value_of(shared, 4)):
-        assert second.read(*range(6)) == [True] * 4 + [False] * 2
-    assert torch.equal(second.pool.data[:, :4], given[:, :4])
-
-
 def test_a_batch_of_more_pages_than_there_is_room_for_is_written_whole(
-    machine: Callable[..., Machine], shared: Path
+    machine: MakeMachine, second: Machine
 ) -> None:
     """As long as the backend takes them."""
     first = machine("first", shared={"buffer_bytes": 3 * 2 * 8192})  # two pages each
     before = counted("dropped_full")
     first.storage.batch_set_v1(KEYS, first.pool.fill(range(8)))
-    wait_for_values(shared, 8)
+    wait_for_values(8)
     assert counted("dropped_full") == before
-    second = machine("second")
     assert second.read(*range(8)) == [True] * 8
     assert torch.equal(second.pool.data[:, :8], first.pool.data[:, :8])
 
 
+# ---- lost trust ----
+
+
 def test_what_is_distrusted_while_it_is_stored_is_not_shared(
-    machine: Callable[..., Machine],
-    shared: Path,
-    runtime: Runtime,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    first: Machine, runtime: Runtime, monkeypatch: MonkeyPatch, caplog: LogCaptureFixture
 ) -> None:
-    first = machine("first")
     tier = first.storage._tier.local
     put = tier.put
 
@@ -490,5 +454,20 @@ def test_what_is_distrusted_while_it_is_stored_is_not_shared(
     monkeypatch.setattr(tier, "put", distrusted)
     first.write(0)
     first.storage.close()
-    assert values(shared) == []
+    assert values() == []
     assert "Delete the values there whose names begin with hcache-" in caplog.text
+
+
+def test_in_quarantine_no_tier_takes_pages_and_the_shared_ones_stay(
+    first: Machine, second: Machine, runtime: Runtime
+) -> None:
+    first.share(0)
+    tier = first.storage._tier
+    [pages] = first.storage._pages(PoolName.KV, KEYS[1:2])
+    indices_of_page = first.pool.fill(range(1, 2))
+    memory = first.storage._pools[PoolName.KV].memory(indices_of_page, 1, read=True).parts[0]
+    tier.quarantine([pages.namespace])
+    for one in (tier, tier.local, tier._shared):
+        assert one.put(pages, memory) == [False]
+    assert (first.stored(), len(values())) == (0, 1)
+    assert second.read(0) == [True]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pytest import MonkeyPatch
 
 from hcache_backend import HCacheStorage
 from hcache_backend.config import FIXED_AT_START, ConfigError, HCacheConfig, parse_config
@@ -13,14 +14,25 @@ from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start.attach import join
 from tests.engine.in_process.storage_config import storage_config
 
+NOT_HIDDEN = r"'hidden' but this server runs in kv mode \({}"
 
-def test_a_plain_server_with_data_parallel_attention_has_to_be_started_for_us(
-    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+
+@pytest.mark.parametrize(
+    ("argument", "option"),
+    [
+        ("enable_dp_attention", "--enable-dp-attention"),
+        # Keys of what it has in memory do not tell adapters from requests that name them.
+        ("enable_lora", "--enable-lora"),
+    ],
+)
+def test_a_plain_server_of_a_kind_has_to_be_started_for_us(
+    argument: str, option: str, tmp_path: Path, runtime: Runtime, monkeypatch: MonkeyPatch
 ) -> None:
-    runtime.weights = None
-    runtime.runner.server_args.enable_dp_attention = True
+    runtime.config, runtime.store, runtime.weights = None, None, None
+    runtime.runner.server_args.enable_dp_attention = False
+    setattr(runtime.runner.server_args, argument, True)
     monkeypatch.setattr("hcache_backend.start.attach.resolved", lambda args: args)
-    with pytest.raises(ConfigError, match="HCACHE_ENABLE=1; with --enable-dp-attention it has to"):
+    with pytest.raises(ConfigError, match=f"HCACHE_ENABLE=1; with {option} it has to"):
         HCacheStorage(storage_config(tmp_path))
 
 
@@ -71,7 +83,7 @@ def test_an_attach_with_pages_of_one_token_is_warned_of(
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
 def test_a_folder_that_cannot_be_written_is_to_be_one_that_can(
-    number: int, tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+    number: int, tmp_path: Path, runtime: Runtime, monkeypatch: MonkeyPatch
 ) -> None:
     def refuse(*args: Any, **options: Any) -> None:
         raise OSError(number, os.strerror(number), str(tmp_path))
@@ -130,35 +142,26 @@ class TestAnAttach:
             with pytest.raises(ConfigError, match=f"option '{name}' is .*change at a restart"):
                 self.joined(**{name: value})
 
-    def test_may_ask_for_the_mode_that_auto_chose(self, running: Runtime, tmp_path: Path) -> None:
-        running.config = parse_config({"dirs": [str(tmp_path / "start")], "min_gain": 0}, "start")
-        for mode in ("auto", "hidden"):
-            self.joined(mode=mode)
-        running.mode, running.reason = "kv", "no room"
-        for mode in ("auto", "kv"):
-            self.joined(mode=mode)
-        with pytest.raises(
-            ConfigError, match=r"'hidden' but this server runs in kv mode \(no room"
-        ):
-            self.joined(mode="hidden")
-
-    def test_may_ask_for_the_codec_that_auto_chose(self, running: Runtime, tmp_path: Path) -> None:
+    def test_may_ask_for_what_auto_chose(self, running: Runtime, tmp_path: Path) -> None:
         running.config = parse_config({"dirs": [str(tmp_path / "start")], "min_gain": 0}, "start")
         running.codec = "exp4"
-        for codec in ("auto", "exp4"):
-            self.joined(codec=codec)
+        for options in ({"mode": "auto"}, {"mode": "hidden"}, {"codec": "auto"}, {"codec": "exp4"}):
+            self.joined(**options)
         for codec in ("none", "int8"):
             with pytest.raises(ConfigError, match="this server was started with 'auto'"):
                 self.joined(codec=codec)
+        running.mode, running.reason = "kv", "no room"
+        for mode in ("auto", "kv"):
+            self.joined(mode=mode)
+        with pytest.raises(ConfigError, match=NOT_HIDDEN.format("no room")):
+            self.joined(mode="hidden")
 
     def test_may_not_ask_for_a_mode_that_the_server_could_not_start_in(
         self, running: Runtime
     ) -> None:
         running.mode, running.reason = "kv", "no room"
         self.joined()
-        with pytest.raises(
-            ConfigError, match=r"'hidden' but this server runs in kv mode \(no room"
-        ):
+        with pytest.raises(ConfigError, match=NOT_HIDDEN.format("no room")):
             self.joined(mode="hidden")
 
     def test_may_ask_for_the_plain_pages_that_the_server_has(self, running: Runtime) -> None:
@@ -169,7 +172,7 @@ class TestAnAttach:
         running.use_plain_pages("the KV pool is another one")
         for mode in ("kv", "plain"):
             self.joined(mode=mode)
-        with pytest.raises(ConfigError, match=r"'hidden' but this server runs in kv mode \(the KV"):
+        with pytest.raises(ConfigError, match=NOT_HIDDEN.format("the KV")):
             self.joined(mode="hidden")
 
     def test_of_a_server_that_was_started_without_us_may_set_what_it_has(
@@ -181,14 +184,3 @@ class TestAnAttach:
             assert config == parse_config({**base, **options}, "test")
         with pytest.raises(ConfigError, match=r"'hidden' but .* without HCACHE_ENABLE=1"):
             self.joined(dirs=[str(tmp_path)], mode="hidden")
-
-
-def test_a_plain_server_with_adapters_has_to_be_started_for_us(
-    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Keys of what it has in memory do not tell adapters from requests that name them."""
-    runtime.config, runtime.store = None, None
-    runtime.runner.server_args.enable_lora = True
-    monkeypatch.setattr("hcache_backend.start.attach.resolved", lambda args: args)
-    with pytest.raises(ConfigError, match="HCACHE_ENABLE=1; with --enable-lora it has to"):
-        HCacheStorage(storage_config(tmp_path))

@@ -1,6 +1,8 @@
 """Starts on machines, and of models, that servers of tests do not have: each refusal says why."""
 
-import logging
+import gc
+import weakref
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import LogCaptureFixture, MonkeyPatch
 
 from bench.harness.tracing import hcache_trace
 from hcache_backend.capture.hooks import HiddenCapture, _FedHook
@@ -32,12 +35,12 @@ def failing(error: Exception) -> Any:
     return fail
 
 
+NONE_LEFT = failing(torch.OutOfMemoryError("none left"))
+
 # ---- CUDA graphs ----
 
 
-@pytest.fixture
-def graph_config(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Graphs as SGLang configures them."""
+def test_the_largest_graph_of_decode_and_prefill_counts(monkeypatch: MonkeyPatch) -> None:
     from sglang.srt import runtime_context
 
     phases = SimpleNamespace(
@@ -46,86 +49,57 @@ def graph_config(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     execution = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=phases))
     monkeypatch.setattr(runtime_context, "get_exec", lambda: execution)
-    return phases
-
-
-def test_the_largest_graph_of_decode_and_prefill_counts(graph_config: Any) -> None:
     assert build._largest_recorded_tokens(2) == 4096
-    assert capabilities._graphs() is graph_config
-    graph_config.prefill.backend = "disabled"
+    assert capabilities._graphs() is phases
+    phases.prefill.backend = "disabled"
     assert build._largest_recorded_tokens(2) == 512
 
 
-def test_whether_graphs_are_recorded_is_sglangs_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("answer", [True, False])
+def test_whether_graphs_are_recorded_is_sglangs_answer(
+    answer: bool, monkeypatch: MonkeyPatch
+) -> None:
     from sglang.srt.model_executor import cuda_graph_config
 
-    for answer in (True, False):
-        monkeypatch.setattr(cuda_graph_config, "cuda_graph_fully_disabled", lambda a=answer: a)
-        assert capabilities.graphs_are_off() is answer
+    monkeypatch.setattr(cuda_graph_config, "cuda_graph_fully_disabled", lambda: answer)
+    assert capabilities.graphs_are_off() is answer
 
 
-def gpu_runner() -> Any:
-    return SimpleNamespace(device="cuda", is_draft_worker=False, token_to_kv_pool=None)
+@pytest.fixture
+def on_gpu(runtime: Any, monkeypatch: MonkeyPatch) -> Any:
+    """A process that records graphs of a model on a GPU."""
+    monkeypatch.setattr(build, "graphs_are_off", lambda: False)
+    runtime.runner = SimpleNamespace(device="cuda", is_draft_worker=False, token_to_kv_pool=None)
+    return runtime
 
 
+@pytest.mark.parametrize(
+    ("refusal", "reason", "logged"),
+    [
+        (lambda *_: "plain pages", "the log says why", False),
+        (failing(Refused("no room")), "no room", False),
+        (failing(ValueError("a test's")), "the log says why", True),
+    ],
+)
 def test_why_graphs_were_recorded_without_copies_is_told(
-    runtime: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    refusal: Any, reason: str, logged: bool, on_gpu: Any, monkeypatch: MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(build, "graphs_are_off", lambda: False)
-    monkeypatch.setattr(build, "refusal", lambda *_: "plain pages")
-    runtime.runner = runner = gpu_runner()
-    build.record_copies(runtime, runner)
-    with pytest.raises(Refused, match="without our copies: the log says why"):
-        build.check_recording(runtime, torch.zeros(1, 8))
-
-    monkeypatch.setattr(build, "refusal", failing(Refused("no room")))
-    build.record_copies(runtime, runner)
-    with pytest.raises(Refused, match="without our copies: no room"):
-        build.check_recording(runtime, torch.zeros(1, 8))
-
-    monkeypatch.setattr(build, "refusal", failing(ValueError("a test's")))
-    build.record_copies(runtime, gpu_runner())
-    assert "recorded without copies of hidden states" in caplog.text
+    monkeypatch.setattr(build, "refusal", refusal)
+    build.record_copies(on_gpu, on_gpu.runner)
+    with pytest.raises(Refused, match=f"without our copies: {reason}"):
+        build.check_recording(on_gpu, torch.zeros(1, 8))
+    assert ("recorded without copies of hidden states" in caplog.text) is logged
 
 
-def test_graphs_that_copy_other_rows_are_refused(
-    runtime: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build, "graphs_are_off", lambda: False)
-    runtime.runner = gpu_runner()
+def test_graphs_that_copy_other_rows_are_refused(on_gpu: Any) -> None:
     staging = SimpleNamespace(width=8, dtype=torch.float32)
-    runtime.forwards.capture = capture = SimpleNamespace(staging=staging)
-    assert build.check_recording(runtime, torch.zeros(1, 8)) is capture
+    on_gpu.forwards.capture = capture = SimpleNamespace(staging=staging)
+    assert build.check_recording(on_gpu, torch.zeros(1, 8)) is capture
     with pytest.raises(Refused, match=r"copy 8 values of torch\.float32"):
-        build.check_recording(runtime, torch.zeros(1, 8, dtype=torch.bfloat16))
+        build.check_recording(on_gpu, torch.zeros(1, 8, dtype=torch.bfloat16))
 
 
 # ---- capture ----
-
-
-class Capture:
-    """What the hooks ask of a capture, for a step that it does not take."""
-
-    def __init__(self) -> None:
-        self.skipped, self.missing = 0, list[int]()
-        self.ledger = SimpleNamespace(broken=None, not_captured=self._not_captured)
-
-    def skip(self) -> None:
-        self.skipped += 1
-
-    def begin(self, *_: Any) -> None:
-        return None
-
-    def end(self, step: Any, *, replayed: bool) -> bool:
-        return False
-
-    def _not_captured(self, slots: torch.Tensor) -> None:
-        self.missing.append(len(slots))
-
-
-def batch(**changes: Any) -> Any:
-    given = {name: torch.arange(2) for name in ("input_ids", "positions", "out_cache_loc")}
-    return SimpleNamespace(**{**given, **changes})
 
 
 @pytest.mark.parametrize(
@@ -139,11 +113,14 @@ def batch(**changes: Any) -> Any:
     ],
 )
 def test_steps_that_cannot_be_captured_are_told(
-    changes: Any, said: str, missing: list[int], caplog: pytest.LogCaptureFixture
+    changes: Any, said: str, missing: list[int], caplog: LogCaptureFixture
 ) -> None:
-    hooks, capture = HiddenCapture([]), Capture()
-    assert hooks._begin_step(capture, batch(**changes)) is None
-    assert said in caplog.text and capture.missing == missing
+    lost = list[int]()
+    ledger = SimpleNamespace(broken=None, not_captured=lambda slots: lost.append(len(slots)))
+    capture: Any = SimpleNamespace(ledger=ledger, skip=lambda: None, begin=lambda *_: None)
+    given = {name: torch.arange(2) for name in ("input_ids", "positions", "out_cache_loc")}
+    assert HiddenCapture([])._begin_step(capture, SimpleNamespace(**given | changes)) is None
+    assert said in caplog.text and lost == missing
     assert bool(caplog.text) is bool(said)
 
 
@@ -151,16 +128,15 @@ def test_steps_that_cannot_be_captured_are_told(
     ("replayed", "said"), [(True, "a CUDA graph of 3 tokens"), (False, "showed each layer [1, 0]")]
 )
 def test_steps_that_left_rows_out_are_told(
-    replayed: bool, said: str, caplog: pytest.LogCaptureFixture
+    replayed: bool, said: str, caplog: LogCaptureFixture
 ) -> None:
+    capture: Any = SimpleNamespace(end=lambda step, *, replayed: False)
     step: Any = SimpleNamespace(tokens=3, layers_seen=[1, 0])
-    HiddenCapture([])._end(Capture(), step, replayed)
+    HiddenCapture([])._end(capture, step, replayed)
     assert said in caplog.text
 
 
-def test_an_error_in_a_layer_is_told_and_the_layer_runs_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_error_in_a_layer_is_told_and_the_layer_runs_on(caplog: LogCaptureFixture) -> None:
     hooks = HiddenCapture([])
     hooks.staging = SimpleNamespace(record=failing(ValueError("a test's")))
     hooks._take(0, torch.zeros(1))
@@ -187,34 +163,32 @@ def test_a_hook_leaves_a_module_as_it_was() -> None:
 class Unproven(LayerSpecs):
     """Two layers, of which the second one has no spec."""
 
-    def __init__(self, world: int = 1) -> None:
+    def __init__(self) -> None:
         hidden = SimpleNamespace(is_cuda=True)
         layers = [SimpleNamespace(module=name) for name in ("one", "two")]
         self._probe = SimpleNamespace(hidden=[hidden], layers=layers)
         self._projector = SimpleNamespace(pool=SimpleNamespace(dtype=torch.bfloat16))
-        self._found = [
-            Found(SimpleNamespace(fused=True, projection=lambda: "a kind"), "a spec", None),
-            Found(None, "none", None),
-        ]
-        self._group = None
-        self._report = lambda: None
+        spec = SimpleNamespace(fused=True, projection=lambda: "a kind")
+        self._found = [Found(spec, "a spec", None), Found(None, "none", None)]
+        self._group, self._report = None, lambda: None
         self.lost: list[str] = []
-        self._runtime = SimpleNamespace(begin_quarantine=self.lost.append, config=None)
+        config = SimpleNamespace(projection="auto")
+        self._runtime = SimpleNamespace(begin_quarantine=self.lost.append, config=config)
 
 
 def test_on_a_gpu_modules_of_several_ranks_are_not_called_beside_forward_passes(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: MonkeyPatch,
 ) -> None:
-    called: list[Any] = []
+    called, ranks = list[Any](), SimpleNamespace(get_world_size=lambda group: 1)
     monkeypatch.setattr(probe_module, "smallest", lambda group, *fine: fine)
     monkeypatch.setattr(
         probe_module, "refuse_shared_workspaces", lambda modules, what: called.extend(modules)
     )
-    monkeypatch.setattr(probe_module.dist, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(probe_module, "dist", ranks)
     specs = Unproven()
     specs.settle()
     assert called == ["two"]
-    monkeypatch.setattr(probe_module.dist, "get_world_size", lambda group: 2)
+    ranks.get_world_size = lambda group: 2
     with pytest.raises(Refused, match="layers 1 have no spec, and on a GPU"):
         specs.settle()
     specs._stale, specs.find = True, lambda: None
@@ -223,7 +197,7 @@ def test_on_a_gpu_modules_of_several_ranks_are_not_called_beside_forward_passes(
 
 
 def test_on_a_gpu_each_kind_of_layer_is_measured_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: MonkeyPatch, caplog: LogCaptureFixture
 ) -> None:
     measured: list[Any] = []
     monkeypatch.setattr(probe_module, "kind_of", lambda projection: projection)
@@ -232,19 +206,14 @@ def test_on_a_gpu_each_kind_of_layer_is_measured_once(
     specs._found *= 2
     specs.measure()
     assert measured == [("a kind", torch.bfloat16)]
-    monkeypatch.setattr(
-        probe_module, "measure_choice", failing(torch.OutOfMemoryError("none left"))
-    )
+    monkeypatch.setattr(probe_module, "measure_choice", NONE_LEFT)
     specs.measure()
     assert "the ways to project could not be timed: none left" in caplog.text
 
 
-def test_a_search_or_a_kernel_that_breaks_leaves_the_module(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_search_or_a_kernel_that_breaks_leaves_the_module(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(probe_module, "find_spec", failing(KeyError("a test's")))
     specs = Unproven()
-    specs._runtime.config = SimpleNamespace(projection="auto")
     found = specs._find(None, SimpleNamespace(own="own", samples=[]))
     assert (found.spec, found.own) == (None, "own") and "the search broke: KeyError" in found.detail
     monkeypatch.setattr(probe_module, "ways_in_use", lambda *_: [None])
@@ -256,25 +225,22 @@ def test_a_search_or_a_kernel_that_breaks_leaves_the_module(
 # ---- memory, pools and models ----
 
 
-def test_no_room_on_the_device_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    none_left = failing(torch.OutOfMemoryError("none left"))
-    monkeypatch.setattr(page_plan, "Staging", type("Staging", (), {"bytes_for": lambda *_: 1}))
-    monkeypatch.setattr(page_plan.Staging, "__init__", none_left)
+def test_no_room_for_staging_is_a_refusal(monkeypatch: MonkeyPatch) -> None:
+    staging = type("Staging", (), {"bytes_for": lambda *_: 1, "__init__": NONE_LEFT})
+    monkeypatch.setattr(page_plan, "Staging", staging)
     monkeypatch.setattr(page_plan, "resolved", lambda args: args)
-    chunk = SimpleNamespace(chunked_prefill_size=4, speculative_algorithm=None)
-    sizes = {"max_running_requests": 1, "max_total_num_tokens": 8}
-    runner = SimpleNamespace(server_args=chunk, **sizes)
+    args = SimpleNamespace(chunked_prefill_size=4, speculative_algorithm=None)
+    runner = SimpleNamespace(server_args=args, max_running_requests=1, max_total_num_tokens=8)
     with pytest.raises(Refused, match="no device memory for staging: none left"):
         page_plan.take_staging(runner, 2, 8, torch.float32, "cpu")
-    monkeypatch.setattr(page_plan, "ring_bytes", lambda *_: 1)
-    monkeypatch.setattr(page_plan.torch, "empty", none_left)
+
+
+def test_no_room_for_restores_is_a_refusal(monkeypatch: MonkeyPatch) -> None:
     plan: Any = SimpleNamespace(
-        methods=SimpleNamespace(layers=lambda kind: (), chunk_tokens=4),
-        codec=SimpleNamespace(hidden_size=8, dtype=torch.float32),
+        methods=SimpleNamespace(chunk_tokens=4),
+        codec=None,
         layout=None,
         arriving=[],
-        hooks=SimpleNamespace(staging=object()),
-        runner=None,
         kvcache=SimpleNamespace(device="cpu"),
         host_share=1.0,
     )
@@ -282,6 +248,8 @@ def test_no_room_on_the_device_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(page_plan, "get_memory", lambda: memory)
     monkeypatch.setattr(page_plan, "host_memory_budget_bytes", lambda: 1)
     monkeypatch.setattr(page_plan, "plan_host_pages", lambda *_, with_shadows: None)
+    monkeypatch.setattr(page_plan, "ring_bytes", lambda *_: 1)
+    monkeypatch.setattr(page_plan.torch, "empty", NONE_LEFT)
     with pytest.raises(Refused, match="no device memory for restores: none left"):
         page_plan.PagePlan.find_room(plan)
 
@@ -295,32 +263,27 @@ def test_no_room_on_the_device_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_ranks_whose_hidden_states_differ_share_none(
-    monkeypatch: pytest.MonkeyPatch, said: Any, reason: str | None
+    monkeypatch: MonkeyPatch, said: Any, reason: str | None
 ) -> None:
     ranks: Any = SimpleNamespace(
         rank_in_group=0, world_size=2, ranks=[0, 1], all_gather_object=lambda own: said
     )
     exchange = SimpleNamespace(check=lambda device: None)
-    monkeypatch.setattr(
-        page_plan, "Exchange", SimpleNamespace(between=lambda ranks, device: exchange)
-    )
+    monkeypatch.setattr(page_plan, "Exchange", SimpleNamespace(between=lambda *_: exchange))
     monkeypatch.setattr(page_plan, "attention_ranks", lambda: ranks)
-    make = partial(page_plan.make_exchange, "hidden states", [torch.zeros(2, 8)], 16)
-    if reason is None:
-        assert make() is exchange
-        return
-    with pytest.raises(Refused, match=reason):
-        make()
+    with pytest.raises(Refused, match=reason) if reason else nullcontext():
+        assert page_plan.make_exchange("hidden states", [torch.zeros(2, 8)], 16) is exchange
 
 
-def test_a_pool_that_is_too_small_or_cannot_be_copied_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("tokens", "reason"), [(16, "too small to try copies"), (512, "cannot be copied: RuntimeError")]
+)
+def test_a_pool_that_is_too_small_or_cannot_be_copied_is_refused(tokens: int, reason: str) -> None:
     layout: Any = SimpleNamespace(page_size=16, page_bytes=64, divide=lambda memory: None)
     kv: Any = SimpleNamespace(layers=(0,), codec="none", by_header=False, kept=lambda slots: slots)
-    kv.planes = lambda layer: (torch.zeros(16, 1, 8),) * 2
-    with pytest.raises(Refused, match="too small to try copies"):
-        round_trip.check_copies(layout, kv)
-    kv.planes, kv.save = lambda layer: (torch.zeros(512, 1, 8),) * 2, failing(RuntimeError("no"))
-    with pytest.raises(Refused, match="cannot be copied: RuntimeError: no"):
+    kv.planes = lambda layer: (torch.zeros(tokens, 1, 8),) * 2
+    kv.save = failing(RuntimeError("no"))
+    with pytest.raises(Refused, match=reason):
         round_trip.check_copies(layout, kv)
 
 
@@ -329,25 +292,64 @@ def test_models_of_unusual_layers_are_refused() -> None:
         passes.attention_modules(torch.nn.Linear(2, 2), 1)
     two = torch.arange(2)
     passed = probe_module.Passed(None, two, two, two)
-    seen: Any = SimpleNamespace(name="layer", calls=[], projection=None)
+    seen: Any = SimpleNamespace(name="layer", calls=[], projection=None, hidden=None)
     with pytest.raises(Refused, match="called 0 times in one forward pass, and no projection"):
         probe_module._describe(0, seen, passed, calls=True)
-    seen = SimpleNamespace(name="layer", calls=[((), {})], projection="p", hidden=None)
+    seen.calls, seen.projection = [((), {})], "p"
     with pytest.raises(Refused, match="received no tensor for 2 tokens"):
         probe_module._describe(0, seen, passed, calls=True)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_the_batch_shows_in_modules_that_write_to_one_buffer(in_place: bool) -> None:
-    """Both outputs are there at once, and what the model passed stays as it is."""
-    buffer, rows = torch.empty(8, 4), torch.randn(8, 4)
+# ---- the self-check's forward passes ----
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return torch.div(x, x.abs().amax(), out=x if in_place else buffer)
 
-    before = rows.clone()
-    assert probe_module._depends(SimpleNamespace(forward=forward), (rows,), {})
-    assert torch.equal(rows, before)
+@pytest.fixture
+def stages(monkeypatch: MonkeyPatch) -> Any:
+    """Runs ``run(runner, batch)``, which a test sets, in place of a forward pass."""
+    found = SimpleNamespace(run=None)
+    monkeypatch.setattr(passes, "_Stages", lambda *_: nullcontext(found))
+    for name in ("prefill_batch", "forward_batch", "prepare_decode", "_empty_pools"):
+        monkeypatch.setattr(passes, name, lambda *_: "batch")
+    return found
+
+
+RUNNER = SimpleNamespace(model_config=SimpleNamespace(vocab_size=64))
+
+
+def test_no_rank_takes_the_decode_step_when_another_failed_in_the_prefill(
+    stages: Any, monkeypatch: MonkeyPatch
+) -> None:
+    """Its collectives would wait for that rank for ever."""
+    seen = []
+
+    def run(runner: object, batch: object) -> torch.Tensor:
+        seen.append(batch)
+        return torch.arange(3)
+
+    stages.run = run
+    monkeypatch.setattr(passes, "smallest", lambda group, fine: [False])
+    with pytest.raises(Refused, match="another tensor-parallel rank"):
+        passes.prefill_and_decode(RUNNER, 4, "ranks", graphs=False)
+    assert seen == ["batch"]
+
+
+def test_a_forward_pass_that_failed_leaves_none_of_its_tensors(stages: Any) -> None:
+    """SGLang may have stopped the collector of reference cycles by then."""
+    left: list[weakref.ref[torch.Tensor]] = []
+
+    def run(runner: object, batch: object) -> torch.Tensor:
+        activations = torch.zeros(3)
+        left.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("a test's")
+
+    stages.run = run
+    gc.disable()
+    try:
+        with suppress(torch.OutOfMemoryError):
+            passes.prefill_and_decode(RUNNER, 4, None, graphs=False)
+        assert [tensor() for tensor in left] == [None]
+    finally:
+        gc.enable()
 
 
 def test_a_stage_behind_one_that_failed_is_refused() -> None:
@@ -355,7 +357,7 @@ def test_a_stage_behind_one_that_failed_is_refused() -> None:
         passes._Stages.run(SimpleNamespace(_received={}), None, None)
 
 
-def test_a_check_that_breaks_is_a_refusal_of_all(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_check_that_breaks_is_a_refusal_of_all(caplog: LogCaptureFixture) -> None:
     with pytest.raises(Refused, match="the self-check raised an error: KeyError: 'x'"):
         all_or_none((), failing(KeyError("x")))
     assert "the self-check raised an error" in caplog.text
@@ -365,13 +367,13 @@ def test_a_check_that_breaks_is_a_refusal_of_all(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_profile_that_is_unusable_is_measured_anew(
-    runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    runtime: Any, tmp_path: Path, monkeypatch: MonkeyPatch, caplog: Any
 ) -> None:
     shape: Any = SimpleNamespace(model_dump_json=lambda **_: "{}")
     kvcache: Any = SimpleNamespace(device="cpu")
-    config = HCacheConfig(dirs=(tmp_path,))
     runtime.runner = SimpleNamespace(dtype=torch.float32)
     monkeypatch.setattr(machine, "_measure", lambda *_: "a profile")
+    config = HCacheConfig(dirs=(tmp_path,))
     find = partial(machine.find_profile, runtime, config, kvcache, shape)
     assert find() == "a profile"
     monkeypatch.setattr(machine, "_measure", failing(RuntimeError("no room")))
@@ -383,9 +385,7 @@ def test_a_profile_that_is_unusable_is_measured_anew(
     assert "is no profile" in caplog.text and "was not measured: no room" in caplog.text
 
 
-def test_an_l3_that_cannot_be_measured_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_an_l3_that_cannot_be_measured_is_left_out(monkeypatch: MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr(machine, "read_rate", failing(OSError("an error")))
     monkeypatch.setattr(machine, "measure", lambda bench, l3, *_, **__: l3)
     found = machine._measure(HCacheConfig(), None, torch.device("cpu"), torch.float32)
@@ -395,10 +395,7 @@ def test_an_l3_that_cannot_be_measured_is_left_out(
 @pytest.mark.parametrize("missing", [None, "a hook is missing"])
 @pytest.mark.parametrize("gain", [0.0, 1.0])
 def test_which_servers_judge_hits(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    gain: float,
-    missing: str | None,
+    monkeypatch: MonkeyPatch, caplog: LogCaptureFixture, gain: float, missing: str | None
 ) -> None:
     """An attach has options of its own."""
     monkeypatch.setattr(machine.hooks, "install", lambda hooks: missing)
@@ -409,7 +406,7 @@ def test_which_servers_judge_hits(
 
 
 def test_the_choice_of_the_partition_knows_the_machine(
-    runtime: Any, monkeypatch: pytest.MonkeyPatch
+    runtime: Any, monkeypatch: MonkeyPatch
 ) -> None:
     profile, shape = preset_profile("h100", 1), public_model("gpt2")
     runtime.layer_methods = Restore(profile, shape, Partition(0, 12, 0))
@@ -422,8 +419,14 @@ def test_the_choice_of_the_partition_knows_the_machine(
 # ---- seams that are missing ----
 
 
+@pytest.fixture
+def a_hook_is_missing(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(hook_registry, "install", lambda hooks: "a hook is missing")
+    monkeypatch.setattr(hooks, "install", lambda hooks: "a hook is missing")
+
+
 def test_a_trace_that_cannot_be_made_stops_the_server(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    a_hook_is_missing: None, monkeypatch: MonkeyPatch, tmp_path: Path
 ) -> None:
     runner = SimpleNamespace(is_draft_worker=False)
     assert hcache_trace.after_load_model("loaded", runner) == "loaded"  # without the variable
@@ -431,24 +434,29 @@ def test_a_trace_that_cannot_be_made_stops_the_server(
     with pytest.raises(OSError, match="No such file"):
         hcache_trace.after_load_model(None, runner)
     monkeypatch.setenv(hcache_trace.VARIABLE, str(tmp_path / "trace"))
-    monkeypatch.setattr(hook_registry, "install", lambda hooks: "a hook is missing")
     with pytest.raises(RuntimeError, match="is set, but a hook is missing"):
         hcache_trace.after_load_model(None, runner)
 
 
 def test_a_server_whose_weight_updates_go_unnoticed_cannot_be_joined(
-    runtime: Any, monkeypatch: pytest.MonkeyPatch
+    runtime: Any, a_hook_is_missing: None, monkeypatch: MonkeyPatch
 ) -> None:
     runtime.runner = SimpleNamespace(server_args=SimpleNamespace(enable_dp_attention=False))
     monkeypatch.setattr(attach, "resolved", lambda args: args)
     monkeypatch.setattr(attach, "serves_adapters", lambda args: False)
-    monkeypatch.setattr(attach.hooks, "install", lambda hooks: "a hook is missing")
     with pytest.raises(ConfigError, match="a hook is missing; weight updates could not be noticed"):
         attach._check_late_start(runtime)
 
 
+def test_uses_that_go_unnoticed_are_said(
+    a_hook_is_missing: None, caplog: LogCaptureFixture
+) -> None:
+    hooks.notice_uses()
+    assert "eviction from L3 does not see uses on the GPU or in host memory" in caplog.text
+
+
 def test_weights_that_cannot_be_read_refuse_an_attach(
-    runtime: Any, monkeypatch: pytest.MonkeyPatch
+    runtime: Any, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attach, "said_by_all_ranks", lambda said: [said])
     monkeypatch.setattr(runtime, "read_weights", failing(RuntimeError("weights are gone")))
@@ -457,15 +465,6 @@ def test_weights_that_cannot_be_read_refuse_an_attach(
         attach._agree(config, None, None)
 
 
-def test_uses_that_go_unnoticed_are_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(hooks, "install", lambda hooks: "a hook is missing")
-    with caplog.at_level(logging.WARNING):
-        hooks.notice_uses()
-    assert "eviction from L3 does not see uses on the GPU or in host memory" in caplog.text
-
-
-def test_a_version_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_nobody_knows(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "version", failing(compat.PackageNotFoundError("sglang")))
     assert compat.sglang_version() == "unknown"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
@@ -140,7 +141,7 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
 ]
 
 
-def refusals(changes: dict[str, Any], patch: pytest.MonkeyPatch) -> dict[str, str]:
+def refusals(changes: dict[str, Any], patch: MonkeyPatch) -> dict[str, str]:
     """The reasons against what a server with these changes cannot have."""
     runtime, pool = server()
     phases = SimpleNamespace(
@@ -174,7 +175,7 @@ def refusals(changes: dict[str, Any], patch: pytest.MonkeyPatch) -> dict[str, st
 
 @pytest.mark.parametrize(("changes", "refused", "reason"), MATRIX)
 def test_what_rules_a_capability_out(
-    changes: dict[str, Any], refused: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], refused: tuple[str, ...], reason: str, monkeypatch: MonkeyPatch
 ) -> None:
     found = refusals(changes, monkeypatch)
     assert {*found} == {*refused}
@@ -184,7 +185,7 @@ def test_what_rules_a_capability_out(
 def test_every_need_is_in_the_matrix() -> None:
     said: list[str] = []
     for changes, *_ in MATRIX:
-        with pytest.MonkeyPatch.context() as patch:
+        with MonkeyPatch.context() as patch:
             said += refusals(changes, patch).values()
     for need in (need for needs in CAPABILITIES.values() for need in needs):
         assert any(reason.startswith(need.reason.split("{")[0]) for reason in said), need.feature
@@ -209,34 +210,40 @@ def test_the_log_the_metric_and_the_report_say_what_a_server_goes_without(
     assert gauge.labels(JUDGING)._value.get() == 0
 
 
-def _by_token(rows: torch.Tensor) -> torch.Tensor:
-    return rows / rows.abs().amax(-1, keepdim=True)
-
-
-def _by_batch(rows: torch.Tensor) -> torch.Tensor:
-    return rows / rows.abs().amax()
-
-
-def _not_a_number(rows: torch.Tensor) -> torch.Tensor:
-    return rows * torch.nan
+BUFFER = torch.empty(8, 4)
 
 
 @pytest.mark.parametrize(
-    ("way", "depends"), [(_by_token, False), (_by_batch, True), (_not_a_number, True)]
+    ("forward", "depends"),
+    [
+        (lambda x: (x / x.abs().amax(-1, keepdim=True), None), False),
+        (lambda x: (x / x.abs().amax(), None), True),
+        (lambda x: (x * torch.nan, None), True),
+        # Both outputs are there at once, and what the model passed stays as it is.
+        (lambda x: torch.div(x, x.abs().amax(), out=BUFFER), True),
+        (lambda x: torch.div(x, x.abs().amax(), out=x), True),
+    ],
+    ids=["by token", "by batch", "not a number", "in one buffer", "in place"],
 )
 @pytest.mark.parametrize("named", [False, True])
 def test_modules_are_asked_whether_a_token_depends_on_the_others(
-    way: Any, depends: bool, named: bool
+    forward: Any, depends: bool, named: bool
 ) -> None:
-    module = SimpleNamespace(forward=lambda x: (way(x), None))
     rows = torch.randn(8, 4)
+    before = rows.clone()
     given = ((), {"x": rows}) if named else ((rows,), {})
-    assert probe_module._depends(module, *given) == depends
-    probe = probe_module.Probe((), (), rows, rows, rows, ("layers.0.mlp",) if depends else ())
+    assert probe_module._depends(SimpleNamespace(forward=forward), *given) == depends
+    assert torch.equal(rows, before)
+
+
+@pytest.mark.parametrize("depends", [(), ("layers.0.mlp",)])
+def test_a_model_with_a_module_that_depends_on_the_batch_is_refused(
+    depends: tuple[str, ...],
+) -> None:
+    rows = torch.zeros(1)
+    probe = probe_module.Probe((), (), rows, rows, rows, depends)
     probe.refuse_dependence(["layers.0.attention."])
-    with (
-        pytest.raises(Refused, match=r"the output of layers\.0\.mlp") if depends else nullcontext()
-    ):
+    with pytest.raises(Refused, match=r"output of layers\.0\.mlp") if depends else nullcontext():
         probe.refuse_dependence()
 
 
