@@ -66,6 +66,34 @@ def storage_config(
     return HiCacheStorageConfig(**{name: given[name] for name in given if name in known})
 
 
+def server_args(**changes: Any) -> Any:
+    """SGLang's arguments of a server without options, as far as we look at them."""
+    usual = {
+        "page_size": PAGE,
+        "tp_size": 1,
+        "pp_size": 1,
+        "enable_hierarchical_cache": True,
+        "hicache_host_memory_mode": "cache",
+        "hicache_storage_backend": None,
+        "hicache_storage_backend_extra_config": None,
+        "disaggregation_mode": "null",
+        "disaggregation_decode_enable_offload_kvcache": False,
+        "enable_pd_role_switch": False,
+        "enable_priority_scheduling": False,
+        "disable_priority_preemption": False,
+        "enable_dp_attention": False,
+        "enable_lora": False,
+        "lora_paths": None,
+        "speculative_algorithm": None,
+        "speculative_eagle_topk": 1,
+        "speculative_ngram_max_bfs_breadth": 1,
+        "enable_two_batch_overlap": False,
+        "enable_torch_compile": False,
+        "enable_pdmux": False,
+    }
+    return SimpleNamespace(**usual | changes)
+
+
 def unconfigured_runtime() -> Runtime:
     """A process whose model is loaded and that nobody configured."""
     model_config = SimpleNamespace(
@@ -79,14 +107,6 @@ def unconfigured_runtime() -> Runtime:
         max_total_num_tokens=0,
         dtype=torch.bfloat16,
         kv_cache_dtype=torch.bfloat16,
-        server_args=SimpleNamespace(
-            page_size=PAGE,
-            disaggregation_mode="null",
-            enable_pd_role_switch=False,
-            enable_priority_scheduling=False,
-            enable_lora=False,
-            lora_paths=None,
-            hicache_host_memory_mode="cache",
-        ),
+        server_args=server_args(),
     )
     return Runtime(runner, weights=Weights(b"w" * 16))

@@ -69,17 +69,13 @@ def waits(machine: Machine) -> bool:
     return not machine.capture.ledger._wanted
 
 
-def test_a_node_gets_host_pages_before_its_slots_are_known(
-    controller: OwnPagesController, machine: Machine
-) -> None:
+def test_host_pages_do_not_wait_for_slots(controller: OwnPagesController, machine: Machine) -> None:
     assert machine.forward(slots(1))
     assert write(controller, slots(1))
     assert not waits(machine)
 
 
-def test_where_a_row_was_lost_a_node_waits_for_its_own(
-    controller: OwnPagesController, machine: Machine
-) -> None:
+def test_behind_a_lost_row_a_node_waits(controller: OwnPagesController, machine: Machine) -> None:
     assert not machine.forward(slots(1), layers=LAYERS - 1)
     assert machine.forward(slots(2))
     assert write(controller, slots(2))
@@ -218,9 +214,7 @@ def test_a_check_without_memory_raises_nothing_and_says_nothing_of_the_page(
     assert runtime.quarantine is not None
 
 
-def test_checks_rest_when_they_took_more_than_their_share_of_time(
-    checks: Checks, monkeypatch: MonkeyPatch
-) -> None:
+def test_checks_rest_when_they_took_too_long(checks: Checks, monkeypatch: MonkeyPatch) -> None:
     now = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0], thread_time=lambda: now[0])
     monkeypatch.setattr(service_check, "time", clock)

@@ -41,6 +41,7 @@ from hcache_backend.sglang.runtime import Runtime, Weights, current
 from hcache_backend.start import attach
 from hcache_backend.start.attach import bootstrap
 from hcache_backend.start.build import GRAPH_HOOKS
+from tests.engine.in_process.storage_config import server_args
 
 
 def every_hook() -> list[Hook]:
@@ -163,7 +164,7 @@ def broken_arguments(hook: Hook) -> list[Any]:
 
 
 @pytest.mark.parametrize("hook", GO_ON, ids=lambda hook: hook.function.__qualname__)
-def test_sglang_goes_on_when_a_hook_raises(
+def test_sglang_goes_on_if_a_hook_raises(
     hook: Hook, active: Any, caplog: LogCaptureFixture
 ) -> None:
     """Each hook of ours meets things that raise, before or after it has called SGLang."""
@@ -213,20 +214,7 @@ def test_versions() -> None:
 
 def runner(**arguments: Any) -> Any:
     """A ModelRunner as far as the bootstrap hook looks at it."""
-    defaults = {
-        "hicache_storage_backend": None,
-        "hicache_storage_backend_extra_config": None,
-        "enable_hierarchical_cache": True,
-        "disaggregation_mode": "null",
-        "enable_pd_role_switch": False,
-        "enable_priority_scheduling": False,
-        "disable_priority_preemption": False,
-        "enable_lora": False,
-        "lora_paths": None,
-        "disaggregation_decode_enable_offload_kvcache": False,
-        "page_size": 64,
-    }
-    args = SimpleNamespace(**defaults | arguments)
+    args = server_args(page_size=64, **arguments)
     return SimpleNamespace(server_args=args, model=torch.nn.Linear(2, 2))
 
 
@@ -290,7 +278,7 @@ def test_an_sglang_without_a_place_for_pools_keeps_plain_pages(monkeypatch: Monk
     assert "this SGLang lacks a seam" in str(current().reason)
 
 
-def test_options_of_the_l3_stand_over_those_of_the_environment(
+def test_options_of_the_l3_win_over_the_environment(
     monkeypatch: MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HCACHE_CONFIG", '{"mode": "kv", "quota_bytes": 5}')
@@ -351,7 +339,7 @@ def test_each_launcher_gets_one_signal(host: str, monkeypatch: MonkeyPatch) -> N
     assert happened == ["waits" if host == socket.gethostname() else "signal"]
 
 
-def test_an_l3_behind_another_one_than_ours_is_warned_of(
+def test_an_l3_behind_another_is_warned_of(
     monkeypatch: MonkeyPatch, caplog: LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HCACHE_CONFIG", '{"shared": {"backend": "file"}}')

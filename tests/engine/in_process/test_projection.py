@@ -189,7 +189,7 @@ GOOD, BAD = way_that(lambda call: None), way_that(rounded_once_more)
         ([GOOD, BAD], "128 columns of one module, RoPE neox 16"),
     ],
 )
-def test_ways_to_project_are_held_to_the_same_test(
+def test_each_way_to_project_is_tested(
     ways: list[Any], found: str, monkeypatch: MonkeyPatch
 ) -> None:
     """What was measured to be the fastest may not be exact; the module's own product is, then."""
@@ -199,9 +199,7 @@ def test_ways_to_project_are_held_to_the_same_test(
     assert projections.said == [("spec", found)]
 
 
-def test_modules_project_where_their_own_product_is_not_exact_in_the_pool_either(
-    monkeypatch: MonkeyPatch,
-) -> None:
+def test_modules_project_where_no_product_is_exact_in_the_pool(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(probe_module, "ways_in_use", lambda *_: [BAD])
     write, written = PagedPool.store, itertools.count()
 

@@ -1,9 +1,7 @@
 """HCacheStorage as HiCache calls it: v1, v2, and trouble."""
 
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,54 +19,31 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.utils import hash_str_to_int64
 
-from hcache_backend import HCacheStorage
 from hcache_backend.format.envelope import key_bytes, parse_name
 from hcache_backend.sglang.runtime import Runtime, Weights
 from hcache_backend.start import attach
 from hcache_backend.tiers import events
 from tests.engine.harness.ours import flip_bit
-from tests.engine.in_process.shared.machines import held
-from tests.engine.in_process.storage_config import KEYS, PAGE, HostPool, storage_config
+from tests.engine.in_process.shared.machines import Machine, MakeMachine, held
+from tests.engine.in_process.storage_config import KEYS, PAGE, HostPool
 
 
 @pytest.fixture
-def pool() -> HostPool:
-    return HostPool(32)
+def l3(machine: MakeMachine) -> Machine:
+    return machine("l3", shared=None)
 
 
-@pytest.fixture
-def opened(tmp_path: Path, runtime: Runtime, pool: HostPool) -> Iterator[Callable[..., Any]]:
-    """Opens the L3 of a rank with options, over ``pool``."""
-    with ExitStack() as stack:
-
-        def open_l3(options: dict[str, Any] | None = None, **rank: Any) -> HCacheStorage:
-            storage = HCacheStorage(storage_config(tmp_path, options, **rank), {})
-            stack.callback(storage.close)
-            storage.register_mem_pool_host(pool)
-            storage.register_mem_host_pool_v2(pool, PoolName.KV)
-            return storage
-
-        yield open_l3
-
-
-@pytest.fixture
-def storage(opened: Callable[..., HCacheStorage]) -> HCacheStorage:
-    return opened()
-
-
-def with_side(storage: HCacheStorage, name: PoolName) -> HostPool:
+def with_side(l3: Machine, name: PoolName) -> HostPool:
     """Another host pool of the model."""
     side = HostPool(8)
-    storage.register_mem_host_pool_v2(side, name)
+    l3.storage.register_mem_host_pool_v2(side, name)
     return side
 
 
-def put_side(storage: HCacheStorage, name: PoolName, side: HostPool, page: int) -> list[bool]:
+def put_side(l3: Machine, name: PoolName, side: HostPool, page: int) -> None:
     """Random bytes as a page of a side, behind all pages before it."""
     given = PoolTransfer(name, side.fill(range(page, page + 1)), keys=KEYS[page : page + 1])
-    before = HiCacheStorageExtraInfo(prefix_keys=KEYS[:page])
-    stored: list[bool] = storage.batch_set_v2([given], before)[name]
-    return stored
+    l3.storage.batch_set_v2([given], HiCacheStorageExtraInfo(prefix_keys=KEYS[:page]))
 
 
 def window(name: PoolName, pages: int = 1) -> PoolTransfer:
@@ -76,41 +51,39 @@ def window(name: PoolName, pages: int = 1) -> PoolTransfer:
     return PoolTransfer(name, keys=KEYS[:pages], hit_policy=PoolHitPolicy.TRAILING_PAGES)
 
 
-def test_pools_do_not_share_pages_and_policies_decide_the_usable_prefix(
-    storage: HCacheStorage, pool: HostPool
-) -> None:
-    side = with_side(storage, PoolName.SWA)
-    storage.batch_set_v1(KEYS[:6], pool.fill(range(0, 6)))
+def test_pools_do_not_share_pages_and_policies_decide_the_usable_prefix(l3: Machine) -> None:
+    side = with_side(l3, PoolName.SWA)
+    l3.put(6)
     transfer = PoolTransfer(PoolName.SWA, host_indices=side.fill(range(2, 4)), keys=KEYS[2:4])
-    assert storage.batch_set_v2([transfer]) == {PoolName.SWA: [True, True]}
+    assert l3.storage.batch_set_v2([transfer]) == {PoolName.SWA: [True, True]}
 
     every = PoolTransfer(PoolName.SWA, keys=KEYS[:1], hit_policy=PoolHitPolicy.ALL_PAGES)
-    assert storage.batch_exists_v2(KEYS, [every]).kv_hit_pages == 0
-    result = storage.batch_exists_v2(KEYS, [window(PoolName.SWA, 2)])
+    assert l3.storage.batch_exists_v2(KEYS, [every]).kv_hit_pages == 0
+    result = l3.storage.batch_exists_v2(KEYS, [window(PoolName.SWA, 2)])
     assert result.kv_hit_pages == 4
     assert result.extra_pool_hit_pages == {PoolName.KV: 6, PoolName.SWA: 4}
-    assert storage.batch_exists_v2(KEYS).kv_hit_pages == 6
+    assert l3.storage.batch_exists_v2(KEYS).kv_hit_pages == 6
 
     given = side.data[:, 2:4].clone()
     side.data.zero_()
     into = PoolTransfer(PoolName.SWA, host_indices=torch.arange(8, 20), keys=KEYS[2:5])
-    assert storage.batch_get_v2([into]) == {PoolName.SWA: [True, True, False]}
+    assert l3.storage.batch_get_v2([into]) == {PoolName.SWA: [True, True, False]}
     assert torch.equal(side.data[:, 2:4], given)
 
 
 def test_a_state_close_behind_another_one_of_its_sequence_is_not_written(
-    opened: Callable[..., HCacheStorage],
+    machine: MakeMachine,
 ) -> None:
     """`state_tokens` of three pages. A state behind other pages is another sequence's."""
-    storage = opened({"state_tokens": 3 * PAGE})
-    side = with_side(storage, PoolName.MAMBA)
+    l3 = machine("l3", shared=None, state_tokens=3 * PAGE)
+    side = with_side(l3, PoolName.MAMBA)
 
     def stored(keys: list[str]) -> bool:
         """Write a state at the end of these pages; is it there?"""
         page = PoolTransfer(PoolName.MAMBA, host_indices=side.fill(range(1)), keys=keys[-1:])
         before = HiCacheStorageExtraInfo(prefix_keys=keys[:-1])
-        assert storage.batch_set_v2([page], before) == {PoolName.MAMBA: [True]}
-        return storage.batch_get_v2([page]) == {PoolName.MAMBA: [True]}
+        assert l3.storage.batch_set_v2([page], before) == {PoolName.MAMBA: [True]}
+        return l3.storage.batch_get_v2([page]) == {PoolName.MAMBA: [True]}
 
     found = [pages for pages in (1, 2, 3, 4, 6, 7) if stored(KEYS[:pages])]
     assert found == [1, 4, 7]
@@ -118,68 +91,64 @@ def test_a_state_close_behind_another_one_of_its_sequence_is_not_written(
 
 
 def test_a_state_that_one_rank_has_lost_is_near_for_no_rank(
-    opened: Callable[..., HCacheStorage], runtime: Runtime, pool: HostPool
+    machine: MakeMachine, runtime: Runtime
 ) -> None:
     """SGLang takes the shortest hit of the ranks: each of them must have a state there."""
-    options = {"state_tokens": 5 * PAGE}
-    ranks = [opened(options, tp_rank=rank, tp_size=2) for rank in range(2)]
-    sides = [with_side(storage, PoolName.MAMBA) for storage in ranks]
+    given = {"shared": None, "state_tokens": 5 * PAGE, "tp_size": 2}
+    ranks = [machine("l3", tp_rank=rank, **given) for rank in range(2)]
+    sides = [with_side(l3, PoolName.MAMBA) for l3 in ranks]
 
     def turn(pages: int) -> list[int]:
         """Each rank writes the K and V of a turn, and the state at its end; its hits then."""
-        for storage, side in zip(ranks, sides, strict=True):
-            storage.batch_set_v1(KEYS[:pages], pool.fill(range(pages)))
-            put_side(storage, PoolName.MAMBA, side, pages - 1)
-        looked_up = [storage.batch_exists_v2(KEYS, [window(PoolName.MAMBA)]) for storage in ranks]
+        for l3, side in zip(ranks, sides, strict=True):
+            l3.put(pages)
+            put_side(l3, PoolName.MAMBA, side, pages - 1)
+        asked = [window(PoolName.MAMBA)]
+        looked_up = [l3.storage.batch_exists_v2(KEYS, asked) for l3 in ranks]
         return [found.kv_hit_pages for found in looked_up]
 
     assert turn(4) == [4, 4]
     assert turn(6) == [4, 4]
     assert runtime.weights is not None
-    ranks[0]._tier.drop([ranks[0]._namespace(PoolName.MAMBA, 0, runtime.weights)])
+    first = ranks[0].storage
+    first._tier.drop([first._namespace(PoolName.MAMBA, 0, runtime.weights)])
     assert turn(8) == [8, 8]
 
 
-def test_prefixes_that_every_pool_can_end_are_listed(
-    storage: HCacheStorage, pool: HostPool
-) -> None:
+def test_prefixes_that_all_pools_can_end_are_listed(l3: Machine) -> None:
     """Two pools with windows: the longest prefix of one may be none that the other can end."""
-    storage.batch_set_v1(KEYS[:6], pool.fill(range(0, 6)))
+    l3.put(6)
     for name, stored in ((PoolName.SWA, [0, 1, 4, 5]), (PoolName.MAMBA, [1, 3])):
-        side = with_side(storage, name)
+        side = with_side(l3, name)
         for page in stored:
-            put_side(storage, name, side, page)
+            put_side(l3, name, side, page)
     asked = [window(PoolName.SWA, 2), window(PoolName.MAMBA)]
-    result = storage.batch_exists_v2(KEYS, asked)
+    result = l3.storage.batch_exists_v2(KEYS, asked)
     assert result.extra_pool_hit_pages == {PoolName.KV: 6, PoolName.SWA: 6, PoolName.MAMBA: 4}
     assert result.restorable_prefix_pages == [2]
     assert result.kv_hit_pages == 2
 
 
-def files(folder: Path) -> set[Path]:
-    return set(folder.glob("**/*.page"))
-
-
 def test_evicted_pages_of_other_pools_have_no_event(
-    opened: Callable[..., HCacheStorage], tmp_path: Path, pool: HostPool, monkeypatch: MonkeyPatch
+    machine: MakeMachine, monkeypatch: MonkeyPatch
 ) -> None:
     """They have the keys of pages of K and V, which stay."""
     monkeypatch.setattr(attach, "publishes_events", lambda: True)
-    storage = opened({"events": True})
-    side = with_side(storage, PoolName.MAMBA)
+    l3 = machine("l3", shared=None, events=True)
+    side = with_side(l3, PoolName.MAMBA)
 
     def evict(pages: set[Path]) -> list[list[int]]:
         """The store says that it has evicted these; blocks that were removed."""
         names = [name for page in pages if (name := parse_name(page.name))]
-        storage._tier.local.store.stats.on_evicted(names)
-        assert storage.events is not None
-        return [event.block_hashes for event in storage.events.take()]
+        l3.storage._tier.local.store.stats.on_evicted(names)
+        assert l3.storage.events is not None
+        return [event.block_hashes for event in l3.storage.events.take()]
 
-    storage.batch_set_v1(KEYS[:1], pool.fill(range(1)))
-    kv = files(tmp_path)
-    put_side(storage, PoolName.MAMBA, side, 0)
-    assert (len(kv), len(files(tmp_path))) == (1, 2)
-    assert evict(files(tmp_path) - kv) == []
+    l3.put(1)
+    kv = l3.files()
+    put_side(l3, PoolName.MAMBA, side, 0)
+    assert (len(kv), l3.stored()) == (1, 2)
+    assert evict(l3.files() - kv) == []
     assert evict(kv) == [[hash_str_to_int64(KEYS[0])]]
 
 
@@ -194,38 +163,31 @@ def test_evicted_pages_of_other_pools_have_no_event(
     ],
 )
 def test_behind_a_damaged_side_the_next_hit_ends_at_the_last_whole_one(
-    name: PoolName,
-    pages: int,
-    damaged: list[int],
-    rest: int,
-    storage: HCacheStorage,
-    pool: HostPool,
-    tmp_path: Path,
+    name: PoolName, pages: int, damaged: list[int], rest: int, l3: Machine
 ) -> None:
     """All that is damaged is found at once, and what is whole stays."""
-    side = with_side(storage, name)
-    storage.batch_set_v1(KEYS[:6], pool.fill(range(0, 6)))
+    side = with_side(l3, name)
+    l3.put(6)
     for page in range(1, 6, 2) if pages == 1 else range(6):
-        before = files(tmp_path)
-        put_side(storage, name, side, page)
+        before = l3.files()
+        put_side(l3, name, side, page)
         if page in damaged:
-            [file] = files(tmp_path) - before
+            [file] = l3.files() - before
             flip_bit(file, file.stat().st_size // 2)
-    assert storage.batch_exists_v2(KEYS, [window(name, pages)]).kv_hit_pages == 6
+    assert l3.storage.batch_exists_v2(KEYS, [window(name, pages)]).kv_hit_pages == 6
     last = replace(window(name), keys=KEYS[6 - pages : 6], host_indices=torch.arange(pages * PAGE))
     info = HiCacheStorageExtraInfo(prefix_keys=KEYS[: 6 - pages])
-    assert not all(storage.batch_get_v2([last], info)[name])
-    assert storage.batch_exists_v2(KEYS, [window(name, pages)]).kv_hit_pages == rest
+    assert not all(l3.storage.batch_get_v2([last], info)[name])
+    assert l3.storage.batch_exists_v2(KEYS, [window(name, pages)]).kv_hit_pages == rest
 
 
 def test_a_hit_uses_all_its_pages_and_the_window_at_its_end(
-    storage: HCacheStorage, pool: HostPool, monkeypatch: MonkeyPatch
+    l3: Machine, monkeypatch: MonkeyPatch
 ) -> None:
-    side = with_side(storage, PoolName.SWA)
-    storage.batch_set_v1(KEYS[:6], pool.fill(range(0, 6)))
-    how = {"keys": KEYS[:6], "hit_policy": PoolHitPolicy.TRAILING_PAGES}
+    side = with_side(l3, PoolName.SWA)
+    l3.put(6)
     stored, used = list[bool](), list[tuple[int, int]]()
-    store = storage._tier.local.store
+    store = l3.storage._tier.local.store
     put = store.put
 
     def note(*given: Any, alone: bool, **named: Any) -> list[bool]:
@@ -233,76 +195,73 @@ def test_a_hit_uses_all_its_pages_and_the_window_at_its_end(
         return put(*given, alone=alone, **named)
 
     monkeypatch.setattr(store, "put", note)
-    storage.batch_set_v1(KEYS[:6], pool.fill(range(0, 6)))
-    storage.batch_set_v2([PoolTransfer(PoolName.SWA, host_indices=side.fill(range(0, 6)), **how)])
+    l3.put(6)
+    indices = side.fill(range(0, 6))
+    l3.storage.batch_set_v2([replace(window(PoolName.SWA, 6), host_indices=indices)])
     assert stored == [False, True]
     monkeypatch.setattr(store, "use", lambda _, keys, first: used.append((len(keys), first)))
-    storage.batch_exists_v2(KEYS, [window(PoolName.SWA, 2)])
+    l3.storage.batch_exists_v2(KEYS, [window(PoolName.SWA, 2)])
     assert used == [(6, 0), (6, 4)]
 
 
-def test_clear_deletes_the_pages_of_this_model_only(
-    storage: HCacheStorage, pool: HostPool, runtime: Runtime
-) -> None:
-    storage.batch_set_v1(KEYS[:2], pool.fill(range(0, 2)))
+def test_clear_deletes_the_pages_of_this_model_only(l3: Machine, runtime: Runtime) -> None:
+    l3.put(2)
     mine = runtime.weights
     runtime.weights = Weights(b"v" * 16)
-    assert storage.batch_exists(KEYS[:2]) == 0
-    storage.batch_set_v1(KEYS[:1], pool.fill(range(0, 1)))
-    storage.clear()
-    assert storage.batch_exists(KEYS[:2]) == 0
+    assert l3.hit(2) == 0
+    l3.put(1)
+    l3.storage.clear()
+    assert l3.hit(2) == 0
     runtime.weights = mine
-    assert storage.batch_exists(KEYS[:2]) == 2
+    assert l3.hit(2) == 2
 
 
 def test_while_suspended_everything_is_a_miss_and_nothing_is_stored(
-    storage: HCacheStorage, pool: HostPool, runtime: Runtime
+    l3: Machine, runtime: Runtime
 ) -> None:
-    indices = pool.fill(range(0, 2))
-    storage.batch_set_v1(KEYS[:1], indices[:PAGE])
+    indices = l3.pool.fill(range(0, 2))
+    l3.storage.batch_set_v1(KEYS[:1], indices[:PAGE])
     runtime.begin_weight_update()
-    assert storage.batch_set_v1(KEYS[1:2], indices[PAGE:]) == [True]  # dropped, and said so
-    assert storage.batch_exists(KEYS[:2]) == 0
-    assert storage.batch_get_v1(KEYS[:2], indices) == [False, False]
+    assert l3.storage.batch_set_v1(KEYS[1:2], indices[PAGE:]) == [True]  # dropped, and said so
+    assert l3.hit(2) == 0
+    assert l3.storage.batch_get_v1(KEYS[:2], indices) == [False, False]
     runtime.caches_were_flushed()
-    assert storage.batch_exists(KEYS[:2]) == 1
+    assert l3.hit(2) == 1
 
 
 def test_l3_is_not_asked_for_pages_that_cannot_be_restored_and_keeps_them(
-    storage: HCacheStorage, pool: HostPool, runtime: Runtime, tmp_path: Path
+    l3: Machine, runtime: Runtime
 ) -> None:
-    storage.batch_set_v1(KEYS[:2], pool.fill(range(0, 2)))
+    l3.put(2)
     runtime.cannot_restore("test")
     runtime.caches_were_flushed()
-    assert (storage.batch_exists(KEYS[:2]), len(files(tmp_path))) == (0, 2)
+    assert (l3.hit(2), l3.stored()) == (0, 2)
 
 
-def test_nothing_raises_into_hicaches_threads(
-    storage: HCacheStorage, pool: HostPool, monkeypatch: MonkeyPatch
-) -> None:
+def test_nothing_raises_into_hicaches_threads(l3: Machine, monkeypatch: MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError("no")
 
-    indices = pool.fill(range(0, 2))
+    indices = l3.pool.fill(range(0, 2))
     for name in ("put", "get", "exists", "use", "drop"):
-        monkeypatch.setattr(storage._tier.local.store, name, fail)
-    assert storage.batch_set_v1(KEYS[:2], indices) == [True, True]
-    assert storage.batch_get_v1(KEYS[:2], indices) == [False, False]
-    assert storage.batch_exists(KEYS[:2]) == 0
+        monkeypatch.setattr(l3.storage._tier.local.store, name, fail)
+    assert l3.storage.batch_set_v1(KEYS[:2], indices) == [True, True]
+    assert l3.storage.batch_get_v1(KEYS[:2], indices) == [False, False]
+    assert l3.hit(2) == 0
     transfer = PoolTransfer(PoolName.KV, host_indices=indices, keys=KEYS[:2])
-    assert storage.batch_get_v2([transfer]) == {PoolName.KV: [False, False]}
-    assert storage.batch_set_v2([transfer]) == {PoolName.KV: [True, True]}
-    storage.use(KEYS[:2])
-    storage.clear()
+    assert l3.storage.batch_get_v2([transfer]) == {PoolName.KV: [False, False]}
+    assert l3.storage.batch_set_v2([transfer]) == {PoolName.KV: [True, True]}
+    l3.storage.use(KEYS[:2])
+    l3.storage.clear()
 
 
 def test_a_prefix_of_thousands_of_pages_costs_the_scheduler_no_time(
-    storage: HCacheStorage, pool: HostPool, monkeypatch: MonkeyPatch
+    l3: Machine, monkeypatch: MonkeyPatch
 ) -> None:
     """Keys are converted when a use is saved, and not where the last page's use is known."""
     long = [f"{i:064x}" for i in range(2000)]
-    storage.batch_set_v1(long[:1], pool.fill(range(1)))
-    storage.batch_set_v1(long[-1:], pool.fill(range(1)), HiCacheStorageExtraInfo(long[:-1]))
+    l3.storage.batch_set_v1(long[:1], l3.pool.fill(range(1)))
+    l3.storage.batch_set_v1(long[-1:], l3.pool.fill(range(1)), HiCacheStorageExtraInfo(long[:-1]))
     converted = []
 
     def count(key: str) -> bytes:
@@ -310,37 +269,31 @@ def test_a_prefix_of_thousands_of_pages_costs_the_scheduler_no_time(
         return key_bytes(key)
 
     monkeypatch.setattr("hcache_backend.format.envelope.key_bytes", count)
-    storage.use(long)
+    l3.storage.use(long)
     assert converted == long[-1:] * len(converted)
     assert 0 < len(converted) <= 4
 
 
-def test_lost_trust_deletes_what_this_server_wrote(
-    storage: HCacheStorage, pool: HostPool, runtime: Runtime, tmp_path: Path
-) -> None:
+def test_lost_trust_deletes_what_this_server_wrote(l3: Machine, runtime: Runtime) -> None:
     """What it wrote with earlier weights, too: its projection was no better then."""
     for weights in (b"earlier", b"present"):
         runtime.weights = Weights(weights, whole=weights)
-        storage.batch_set_v1(KEYS[:2], pool.fill(range(0, 2)))
-    assert len(files(tmp_path)) == 4
-    storage._drop_own_pages()
-    assert files(tmp_path) == set()
+        l3.put(2)
+    assert l3.stored() == 4
+    l3.storage._drop_own_pages()
+    assert l3.files() == set()
     runtime.begin_quarantine("test")
     runtime.caches_were_flushed()
-    assert storage.batch_exists(KEYS[:2]) == 0
+    assert l3.hit(2) == 0
 
 
 def test_lost_trust_deletes_what_is_being_written_meanwhile(
-    storage: HCacheStorage,
-    pool: HostPool,
-    runtime: Runtime,
-    tmp_path: Path,
-    monkeypatch: MonkeyPatch,
+    l3: Machine, runtime: Runtime, monkeypatch: MonkeyPatch
 ) -> None:
     """It was asked whether L3 serves before trust was lost, and is named after."""
-    begun, go_on = held(monkeypatch, storage._tier.local.store, "put")
-    indices = pool.fill(range(0, 2))
-    writing = threading.Thread(target=storage.batch_set_v1, args=(KEYS[:2], indices))
+    begun, go_on = held(monkeypatch, l3.storage._tier.local.store, "put")
+    indices = l3.pool.fill(range(0, 2))
+    writing = threading.Thread(target=l3.storage.batch_set_v1, args=(KEYS[:2], indices))
     writing.start()
     assert begun.wait(30)
     before = set(threading.enumerate())
@@ -350,7 +303,7 @@ def test_lost_trust_deletes_what_is_being_written_meanwhile(
     go_on.set()
     writing.join()
     dropping.join()
-    assert files(tmp_path) == set()
+    assert l3.files() == set()
 
 
 # ---- weight updates ----
@@ -363,7 +316,7 @@ def updated(runtime: Runtime) -> None:
 
 
 def test_weights_that_cannot_be_read_end_l3_for_good(
-    storage: HCacheStorage, pool: HostPool, runtime: Runtime, monkeypatch: MonkeyPatch
+    l3: Machine, runtime: Runtime, monkeypatch: MonkeyPatch
 ) -> None:
     def fail(model: Any) -> Any:
         raise MemoryError("no")
@@ -372,9 +325,9 @@ def test_weights_that_cannot_be_read_end_l3_for_good(
     alone = SimpleNamespace(all_gather_object=lambda own: [own])
     monkeypatch.setattr("sglang.srt.distributed.get_tp_group", lambda: alone)
     runtime.runner.model = None
-    storage.batch_set_v1(KEYS[:1], pool.fill(range(0, 1)))
+    l3.put(1)
     updated(runtime)
-    assert storage.batch_exists(KEYS[:1]) == 0
+    assert l3.hit(1) == 0
     assert runtime.quarantine == "hcache: the weights could not be read"
 
 
@@ -398,28 +351,28 @@ def of_stages(*weights: bytes) -> list[Weights]:
 
 
 def test_after_a_weight_update_l3_waits_for_the_weights_of_every_pipeline_stage(
-    storage: HCacheStorage, pool: HostPool, runtime: Runtime, futures: list[Future[Any]]
+    l3: Machine, runtime: Runtime, futures: list[Future[Any]]
 ) -> None:
     """What a stage computes depends on the weights of the stages before it."""
-    indices = pool.fill(range(0, 2))
+    indices = l3.pool.fill(range(0, 2))
     updated(runtime)
-    storage.batch_set_v1(KEYS[:1], indices[:PAGE])
-    assert storage.batch_exists(KEYS[:1]) == 0
+    l3.storage.batch_set_v1(KEYS[:1], indices[:PAGE])
+    assert l3.hit(1) == 0
     futures[0].set_result(of_stages(b"own", b"first"))
-    storage.batch_set_v1(KEYS[:1], indices[:PAGE])
-    assert storage.batch_exists(KEYS[:1]) == 1
+    l3.storage.batch_set_v1(KEYS[:1], indices[:PAGE])
+    assert l3.hit(1) == 1
     updated(runtime)
     updated(runtime)
     futures[1].set_result(of_stages(b"own", b"first"))  # of an update that is over
-    assert storage.batch_exists(KEYS[:1]) == 0
+    assert l3.hit(1) == 0
     futures[2].set_result(of_stages(b"own", b"second"))
-    assert storage.batch_exists(KEYS[:1]) == 0  # the same here, another stage before it
-    storage.batch_set_v1(KEYS[1:2], indices[PAGE:])
-    assert storage.batch_exists(KEYS[1:2]) == 1
+    assert l3.hit(1) == 0  # the same here, another stage before it
+    l3.storage.batch_set_v1(KEYS[1:2], indices[PAGE:])
+    assert l3.storage.batch_exists(KEYS[1:2]) == 1
 
 
 def test_a_pipeline_stage_that_cannot_read_its_weights_ends_l3_on_all(
-    storage: HCacheStorage, runtime: Runtime, futures: list[Future[Any]]
+    l3: Machine, runtime: Runtime, futures: list[Future[Any]]
 ) -> None:
     updated(runtime)
     futures[0].set_result([*of_stages(b"own"), None])

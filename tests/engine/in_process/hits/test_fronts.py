@@ -235,7 +235,7 @@ def test_what_was_restored_is_given_back_when_it_means_nothing_any_more(fronts: 
 
 
 @pytest.mark.parametrize("freed", [True, False])
-def test_what_was_saved_is_settled_before_a_page_is_freed_or_in_the_next_turn(
+def test_saved_pages_are_settled_before_they_are_freed_or_in_the_next_turn(
     freed: bool, fronts: Fronts
 ) -> None:
     fronts.began()
@@ -261,9 +261,7 @@ def test_nothing_is_recomputed_whole_for_a_prefetch_that_has_ended(fronts: Front
     assert (fronts.eager.restores.pages, fronts.scene.pages.count()) == (0, PAGES)
 
 
-def test_pages_that_were_recomputed_and_not_saved_are_lost_on_this_rank_alone(
-    fronts: Fronts,
-) -> None:
+def test_recomputed_pages_that_were_not_saved_are_lost_on_this_rank_alone(fronts: Fronts) -> None:
     """The others know nothing of it: the front goes on, and the pages of the device count."""
     fronts.save_problem = RuntimeError("no pinned memory")
     operation = fronts.began()
@@ -305,7 +303,7 @@ def test_a_front_ends_on_all_ranks_where_a_launch_has_failed_on_one(fronts: Fron
 
 
 @pytest.mark.parametrize(("seconds", "recomputed"), [(0.1, 0), (1.0, 6), (9.0, 8)])
-def test_what_l3_brings_sooner_is_not_recomputed(
+def test_what_l3_brings_sooner_is_only_read(
     seconds: float, recomputed: int, fronts: Fronts
 ) -> None:
     """A token takes a second in each of three layers; the reader does not begin."""
@@ -317,9 +315,7 @@ def test_what_l3_brings_sooner_is_not_recomputed(
     assert sum(len(tokens) for tokens, _ in fronts.launched) == recomputed * SIZE
 
 
-def test_a_front_does_not_wait_for_what_is_being_read_of_a_prefetch_before_it(
-    fronts: Fronts,
-) -> None:
+def test_a_front_does_not_wait_for_reads_of_a_prefetch_before_it(fronts: Fronts) -> None:
     """The last pages of the first prefetch are being read, perhaps for long."""
     asked, other_is_free = list[Any](), 1
     fronts.seconds_to_read = 1e9

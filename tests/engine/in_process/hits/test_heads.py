@@ -99,9 +99,7 @@ def heads(monkeypatch: MonkeyPatch) -> dict[str, int]:
     return counts
 
 
-def test_what_is_before_a_written_node_is_put_from_its_beginning_on_some_at_a_time(
-    heads: dict[str, int],
-) -> None:
+def test_heads_are_put_from_their_beginning_on_some_at_a_time(heads: dict[str, int]) -> None:
     cache, backups = Cache(), Backups(1)
     backups.wrote(cache, 5)
     backups.put_heads(cache)
@@ -121,7 +119,7 @@ def test_what_is_before_a_written_node_is_put_from_its_beginning_on_some_at_a_ti
     assert len(cache.backed_up) == 7
 
 
-def test_heads_without_room_in_host_memory_are_counted_and_tried_with_the_next_end(
+def test_heads_without_room_in_host_memory_are_tried_with_the_next_end(
     heads: dict[str, int],
 ) -> None:
     cache, backups = Cache(), Backups(1)

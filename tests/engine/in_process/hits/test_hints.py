@@ -203,9 +203,7 @@ def test_a_flush_ends_all_hints(cache: HintedCache) -> None:
     assert cache.unlocked == [], "the locks are gone with the tree"
 
 
-def test_a_prompt_that_is_being_computed_is_held_once_host_memory_has_it(
-    cache: HintedCache,
-) -> None:
+def test_a_prompt_that_is_computed_is_held_once_host_memory_has_it(cache: HintedCache) -> None:
     asked: list[int] = []
     cache.scheduler._prefetch_kvcache = lambda one: asked.append(len(one.origin_input_ids) - 1)
     assert cache.told("retain", range(160))["kept"] == 0

@@ -67,9 +67,7 @@ def report(operation: Operation) -> Any:
     return SimpleNamespace(operation=operation, completed_req=True)
 
 
-def test_prefetches_are_unfinished_until_they_are_refused_or_read(
-    gate: HitGate, controller: Any
-) -> None:
+def test_prefetches_are_unfinished_until_refused_or_read(gate: HitGate, controller: Any) -> None:
     refused, found, read = Operation(), Operation(), Operation()
     gate.prefetches.unfinished = {refused, found, read}
     controller.prefetch_hit_queue.put(refused)
@@ -114,9 +112,7 @@ def test_l3_is_asked_again_if_a_hit_of_a_hybrid_model_was_damaged(
     assert asked == ["request"] * asks
 
 
-def test_threads_end_what_they_were_asked_before_they_are_stopped(
-    gate: HitGate, controller: Any
-) -> None:
+def test_threads_end_what_they_were_asked_before_they_stop(gate: HitGate, controller: Any) -> None:
     answered, read = Operation(), Operation()
     gate.prefetches.unfinished = {answered, read}
 
@@ -190,9 +186,7 @@ HYBRID = {"pool_transfers": [SimpleNamespace(name="swa")]}
 
 
 @pytest.mark.parametrize("kind", [{}, HYBRID, {"assume_stored": True}])
-def test_hits_of_a_slow_l3_are_refused_and_stay_refused(
-    kind: dict[str, Any], slow_l3: HitGate
-) -> None:
+def test_hits_of_a_slow_l3_are_and_stay_refused(kind: dict[str, Any], slow_l3: HitGate) -> None:
     assert look_up(asking(), **kind) == ([], 0)
     slow_l3.gpu.wanted = True  # else a reason to take it
     assert look_up(asking(), **kind) == ([], 0)
@@ -275,9 +269,7 @@ def test_the_gate_hears_how_far_slices_still_reach(
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_a_prefill_behind_a_recomputation_says_nothing_of_prefills(
-    gate: HitGate, recomputed: bool
-) -> None:
+def test_a_prefill_behind_a_recomputation_is_not_measured(gate: HitGate, recomputed: bool) -> None:
     eager = SimpleNamespace(take_recomputed=lambda: recomputed)
     cache = cache_of(SimpleNamespace(eager=eager))
     sglang = SimpleNamespace(tree_cache=cache, waiting_queue=[])

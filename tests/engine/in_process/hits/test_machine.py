@@ -70,9 +70,7 @@ def test_hits_are_judged_by_the_bytes_that_k_and_v_are_stored_in(
     assert machine.read(1000, 0) == pytest.approx(1000 * share * plain / 1e6, rel=0.001)
 
 
-def test_restores_that_are_not_eager_are_waited_for_whole(
-    unmeasured: Any, monkeypatch: MonkeyPatch
-) -> None:
+def test_restores_that_are_not_eager_count_whole(unmeasured: Any, monkeypatch: MonkeyPatch) -> None:
     """Plain pages, for one: whatever option 'restore' says."""
     monkeypatch.setattr(start, "find_profile", lambda *_: preset_profile("h100", 1))
     loads = []
@@ -99,7 +97,7 @@ class Group:
         return said
 
 
-def test_every_group_of_data_parallel_attention_finds_its_profile(
+def test_every_group_of_dp_attention_finds_its_profile(
     unmeasured: Any, monkeypatch: MonkeyPatch
 ) -> None:
     """Ranks 2 and 3 of 4 attach without ranks 0 and 1."""
@@ -123,7 +121,7 @@ def test_every_group_of_data_parallel_attention_finds_its_profile(
     assert [machine is not None and machine.profile for machine in machines] == [profile, profile]
 
 
-def test_a_profile_that_cannot_be_read_is_said_whatever_the_l3(
+def test_an_unreadable_profile_is_an_error_with_any_l3(
     unmeasured: Any, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start, "may_judge", lambda *_: True)

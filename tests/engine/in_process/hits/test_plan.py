@@ -77,9 +77,7 @@ def test_a_server_refuses_what_the_plan_refuses(name: str, tp: int, restore: Res
 @pytest.mark.parametrize("codec", ["auto", "none", "exp3", "exp4", "int8", "fp8"])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_plan_counts_the_bytes_that_a_server_stores(
-    name: str, tp: int, codec: PlannedCodec
-) -> None:
+def test_the_plan_counts_the_bytes_of_a_server(name: str, tp: int, codec: PlannedCodec) -> None:
     shape, path = public_model(name), CONFIGS / f"{name}.json"
     dtype: torch.dtype = getattr(torch, read_dtype(path))
     kvcache = SimpleNamespace(layer_num=shape.layers, page_size=PAGE, dtype=dtype)

@@ -126,7 +126,7 @@ class BackRank:
 
 @pytest.mark.parametrize("most_steps", [4], indirect=True)
 @pytest.mark.parametrize("pages", [5, 64, 129, 300])
-def test_quick_reads_are_of_several_steps_and_reported_like_slow_ones(
+def test_quick_reads_of_several_steps_are_reported_like_slow_ones(
     pages: int, monkeypatch: MonkeyPatch
 ) -> None:
     """Every read costs some milliseconds more, which a quick disk's small ones would be."""
@@ -180,9 +180,7 @@ def test_a_report_does_not_change_what_hicache_has_dealt_with() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("pages", [1, 33, 129, 1000])
-def test_from_the_back_parts_are_as_long_as_the_front_does_not_reach_them(
-    pages: int, share: float
-) -> None:
+def test_from_the_back_parts_reach_to_where_the_front_will_be(pages: int, share: float) -> None:
     rank, most = BackRank(pages, share=share), batch_pages(pages)
     assert len(rank.reports) == -(-pages // most)
     assert sorted(rank.read_pages) == list(range(pages))

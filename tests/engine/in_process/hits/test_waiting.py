@@ -131,9 +131,7 @@ def test_answers_are_taken_in_order_as_far_as_half_of_host_memory(cache: Cache) 
     assert cache.take() == ["2"]
 
 
-def test_a_hit_waits_while_host_memory_has_no_room_and_is_read_in_part_if_nothing_gives_any(
-    cache: Cache,
-) -> None:
+def test_a_hit_waits_for_room_and_is_read_in_part_if_nothing_gives_any(cache: Cache) -> None:
     """A request that runs gives some at its end, also one of another micro-batch."""
     cache.free, cache.evictable, scheduler = 160, 64, cache.scheduler
     cache.answer(Operation("a", 320, 0))
@@ -241,9 +239,7 @@ def test_a_waiting_request_holds_its_prompt_until_it_waits_no_more(cache: Cache)
     assert cache.held == {}
 
 
-def test_a_retracted_request_holds_its_prompt_again_and_an_aborted_one_nothing(
-    cache: Cache,
-) -> None:
+def test_a_retracted_request_holds_its_prompt_again_an_aborted_one_nothing(cache: Cache) -> None:
     request = waiting_request("a", 64)
     for _ in range(2):  # it comes, and is retracted later
         cache.scheduler.waiting_queue = [request]

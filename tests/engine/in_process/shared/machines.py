@@ -20,12 +20,13 @@ SECONDS = 30.0
 
 
 class Machine:
-    """A server's L3: its own page store, and the shared folder."""
+    """A server's L3: its own page store, and the shared folder unless ``shared`` is None."""
 
     def __init__(self, folder: Path, pool: Any, **options: Any) -> None:
-        shared = {"backend": "file", "read_seconds": SECONDS, **options.pop("shared", {})}
         rank = {name: options.pop(name) for name in ("tp_rank", "tp_size") if name in options}
-        hcache = {"shared": shared, "min_free_bytes": 0, **options}
+        hcache = {"min_free_bytes": 0, **options}
+        if (given := options.get("shared", {})) is not None:
+            hcache["shared"] = {"backend": "file", "read_seconds": SECONDS, **given}
         self.folder, self.pool = folder, pool
         self.storage = HCacheStorage(storage_config(folder, hcache, **rank))
         self.storage.register_mem_pool_host(pool)
@@ -36,6 +37,16 @@ class Machine:
         for page in pages:
             self.storage.batch_set_v1([KEYS[page]], self.pool.fill(range(page, page + 1)))
         return self.pool.data[:, list(pages)].clone()
+
+    def put(self, count: int) -> torch.Tensor:
+        """Random bytes as the first so many pages, in one batch; returns their host indices."""
+        indices = self.pool.fill(range(count))
+        self.storage.batch_set_v1(KEYS[:count], indices)
+        return indices
+
+    def hit(self, count: int) -> int:
+        """How many of the first so many pages a look-up finds."""
+        return self.storage.batch_exists(KEYS[:count])
 
     def share(self, *pages: int) -> torch.Tensor:
         """As :meth:`write`; returns when the shared folder has the pages, too."""
@@ -49,8 +60,11 @@ class Machine:
     def read(self, *pages: int) -> list[bool]:
         return self.storage.batch_get_v1([KEYS[page] for page in pages], slots(pages))
 
+    def files(self) -> set[Path]:
+        return set(self.folder.glob("pages/??/*.page"))
+
     def stored(self) -> int:
-        return len(list(self.folder.glob("pages/??/*.page")))
+        return len(self.files())
 
 
 MakeMachine = Callable[..., Machine]

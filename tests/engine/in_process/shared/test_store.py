@@ -45,11 +45,9 @@ from tests.engine.in_process.storage_config import (
 # ---- two machines ----
 
 
-def test_another_machine_finds_reads_and_keeps_what_one_wrote(
-    first: Machine, second: Machine
-) -> None:
+def test_another_machine_finds_and_keeps_what_one_wrote(first: Machine, second: Machine) -> None:
     given = first.share(0, 1, 2)
-    assert second.storage.batch_exists(KEYS[:5]) == 3
+    assert second.hit(5) == 3
     assert second.read(0, 1, 2, 3) == [True, True, True, False]
     assert torch.equal(second.pool.data[:, :3], given)
     until(lambda: second.stored() == 3, "pages to be kept")
@@ -65,7 +63,7 @@ def test_pages_that_both_stores_have_are_one_sequence(first: Machine, second: Ma
     given = first.share(0, 1, 2, 3)
     second.read(0, 1, 3)
     until(lambda: second.stored() == 3, "pages to be kept")
-    assert second.storage.batch_exists(KEYS[:6]) == 4
+    assert second.hit(6) == 4
     assert second.storage.take_found_shared() == 2, "from the first one on that is only shared"
     assert second.read(0, 1, 2, 3) == [True] * 4
     assert torch.equal(second.pool.data[:, :4], given)
@@ -81,9 +79,7 @@ DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_value_is_a_miss_and_is_not_kept(
-    how: str, first: Machine, second: Machine
-) -> None:
+def test_a_damaged_value_is_a_miss_and_not_kept(how: str, first: Machine, second: Machine) -> None:
     given = first.share(0, 1, 2)
     path, other = value_of(1), value_of(2)
     path.write_bytes(DAMAGE[how](path.read_bytes(), other.read_bytes()))
@@ -114,9 +110,9 @@ def test_what_is_kept_after_a_weight_update_is_not_taken_for_pages_of_the_new_we
     go_on.set()
     until(lambda: second.stored() == 1, "the page to be kept")
     value_of(0).unlink()
-    assert second.storage.batch_exists(KEYS[:1]) == 0
+    assert second.hit(1) == 0
     runtime.weights = earlier
-    assert second.storage.batch_exists(KEYS[:1]) == 1
+    assert second.hit(1) == 1
 
 
 def test_while_l3_is_suspended_nothing_is_shared(first: Machine, runtime: Runtime) -> None:
@@ -149,11 +145,9 @@ def test_what_this_machines_disk_lost_is_not_counted_as_brought_by_the_shared_ti
     assert gate.l3.reading.from_shared == 0
 
 
-def test_reads_tell_how_fast_each_store_is(
-    first: Machine, second: Machine, runtime: Runtime
-) -> None:
+def test_reads_tell_how_fast_a_store_is(first: Machine, second: Machine, runtime: Runtime) -> None:
     first.share(0, 1)
-    second.storage.batch_exists(KEYS[:2])
+    second.hit(2)
     gate = taken(runtime, 2, far=second.storage.take_found_shared())
     assert second.read(0, 1) == [True, True]
     gate.l3.arrived(2 * PAGE)
@@ -171,7 +165,7 @@ def test_a_decode_server_promises_no_hit_and_writes(
     second = machine("second")
     first.share(0)
     second.share(1)
-    assert second.storage.batch_exists(KEYS[:2]) == second.storage.batch_exists(KEYS[1:2]) == 0
+    assert second.hit(2) == second.storage.batch_exists(KEYS[1:2]) == 0
     assert caplog.text.count("a decode server only writes L3") == 1
 
 
@@ -207,7 +201,7 @@ def test_another_machine_finds_what_nixl_has_and_nothing_that_is_damaged(
     given = machine("first", shared=NIXL).write(0, 1, 2)
     until(lambda: counted("written") == before + 3, "pages to be shared")
     second = machine("second", shared=NIXL)
-    assert second.storage.batch_exists(KEYS[:5]) == 3
+    assert second.hit(5) == 3
     for path in shared.rglob("*"):
         if path.is_file() and KEYS[1] in path.name:
             path.write_bytes(path.read_bytes()[::-1])
@@ -240,25 +234,25 @@ def test_equal_pages_are_shared_and_no_other_one_is_read(
     found = attrgetter(owner)(SimpleNamespace(other=other))
     monkeypatch.setattr(found, name, value, raising=False)
     second = machine("second")
-    assert second.storage.batch_exists(KEYS[:3]) == pages
+    assert second.hit(3) == pages
     assert second.read(0, 1, 2) == [bool(pages)] * 3
     assert torch.equal(second.pool.data[:, :3], given) == bool(pages)
 
 
-def test_pages_of_another_format_are_not_read(
+def test_other_formats_are_not_read(
     first: Machine, machine: MakeMachine, monkeypatch: MonkeyPatch
 ) -> None:
     first.share(0)
     monkeypatch.setattr(runtime_module, "FORMAT_VERSION", runtime_module.FORMAT_VERSION + 1)
     monkeypatch.setattr(runtime_module, "_runtime", unconfigured_runtime())
     second = machine("second")
-    assert (second.storage.batch_exists(KEYS[:1]), second.read(0)) == (0, [False])
+    assert (second.hit(1), second.read(0)) == (0, [False])
 
 
 # ---- wrong options ----
 
 
-def test_a_server_with_several_host_pools_goes_without(
+def test_a_model_of_several_host_pools_goes_without(
     first: Machine, caplog: LogCaptureFixture
 ) -> None:
     first.storage.register_mem_host_pool_v2(HostPool(8), PoolName.SWA)
@@ -319,13 +313,13 @@ def test_a_read_that_hangs_is_a_miss_and_the_backend_is_left_alone(
         assert second.read(0) == [False]
         before = counted("not_asked")
         assert second.read(1) == [False], "it is still at the first one"
-        assert second.storage.batch_exists(KEYS[:2]) == 0
+        assert second.hit(2) == 0
         assert counted("not_asked") == before + 3
     until(lambda: second.read(0, 1) == [True, True], "the backend to be asked again")
     assert torch.equal(second.pool.data[:, :2], given)
 
 
-def test_what_arrives_late_goes_nowhere(
+def test_late_reads_go_nowhere(
     first: Machine, machine: MakeMachine, monkeypatch: MonkeyPatch
 ) -> None:
     """The memory of the page has been given to another one by then."""
@@ -336,7 +330,7 @@ def test_what_arrives_late_goes_nowhere(
     assert second.read(0) == [False]
     mine = second.pool.data.clone()
     late.set()
-    until(lambda: second.storage.batch_exists(KEYS[:1]) == 1, "the late read to end")
+    until(lambda: second.hit(1) == 1, "the late read to end")
     assert torch.equal(second.pool.data, mine)
 
 
@@ -364,10 +358,10 @@ def test_after_a_failure_the_backend_is_left_alone_for_a_while(
 
     with monkeypatch.context() as failing:
         failing.setattr(HiCacheFile, "batch_exists", fail)
-        assert second.storage.batch_exists(KEYS[:1]) == 0
-    assert second.storage.batch_exists(KEYS[:1]) == 0
+        assert second.hit(1) == 0
+    assert second.hit(1) == 0
     second.storage._tier._shared._rests_until = 0.0
-    assert second.storage.batch_exists(KEYS[:1]) == 1
+    assert second.hit(1) == 1
 
 
 @pytest.mark.parametrize("trouble", ["slow", "fails"])
@@ -389,7 +383,7 @@ def test_a_look_up_of_which_a_part_comes_late_or_fails(
 
     monkeypatch.setattr(HiCacheFile, "batch_exists", in_trouble)
     monkeypatch.setattr(shared_tier.time, "monotonic", lambda: clock() + now[0])
-    found = second.storage.batch_exists(KEYS[:2])
+    found = second.hit(2)
     assert (found, len(asked)) == {"slow": (1, 1), "fails": (0, 2)}[trouble]
     if trouble == "slow":
         assert second.read(0) == [True]
@@ -423,7 +417,7 @@ def test_writes_wait_in_bounded_memory_and_what_is_too_much_is_dropped(
     assert torch.equal(second.pool.data[:, :3], given[:, :3])
 
 
-def test_a_batch_of_more_pages_than_there_is_room_for_is_written_whole(
+def test_a_batch_larger_than_the_room_is_written_whole(
     machine: MakeMachine, second: Machine
 ) -> None:
     """As long as the backend takes them."""

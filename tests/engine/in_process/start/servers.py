@@ -6,28 +6,13 @@ from typing import Any
 import torch
 
 from hcache_backend.config import HCacheConfig
+from tests.engine.in_process.storage_config import server_args
 
 
 def server(**arguments: Any) -> tuple[Any, Any]:
     """A runtime and a KV pool of a server on a GPU that has every capability."""
-    usual = {
-        "enable_lora": False,
-        "lora_paths": None,
-        "speculative_algorithm": None,
-        "speculative_eagle_topk": 1,
-        "speculative_ngram_max_bfs_breadth": 1,
-        "enable_dp_attention": False,
-        "hicache_host_memory_mode": "default",
-        "disaggregation_mode": "null",
-        "enable_pd_role_switch": False,
-        "enable_two_batch_overlap": False,
-        "enable_torch_compile": False,
-        "enable_pdmux": False,
-        "pp_size": 1,
-        "tp_size": 1,
-    }
     runner = SimpleNamespace(
-        server_args=SimpleNamespace(**usual | arguments),
+        server_args=server_args(**arguments),
         model_config=SimpleNamespace(model_is_mrope=False, is_multimodal=False),
         attn_backend=SimpleNamespace(prefill_attention_backend_str="fa3"),
         req_to_token_pool=SimpleNamespace(free_slots=[1, 2]),

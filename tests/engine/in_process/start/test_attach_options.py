@@ -29,7 +29,6 @@ def test_a_plain_server_of_a_kind_has_to_be_started_for_us(
     argument: str, option: str, tmp_path: Path, runtime: Runtime, monkeypatch: MonkeyPatch
 ) -> None:
     runtime.config, runtime.store, runtime.weights = None, None, None
-    runtime.runner.server_args.enable_dp_attention = False
     setattr(runtime.runner.server_args, argument, True)
     monkeypatch.setattr("hcache_backend.start.attach.resolved", lambda args: args)
     with pytest.raises(ConfigError, match=f"HCACHE_ENABLE=1; with {option} it has to"):
@@ -156,9 +155,7 @@ class TestAnAttach:
         with pytest.raises(ConfigError, match=NOT_HIDDEN.format("no room")):
             self.joined(mode="hidden")
 
-    def test_may_not_ask_for_a_mode_that_the_server_could_not_start_in(
-        self, running: Runtime
-    ) -> None:
+    def test_may_not_ask_for_a_mode_that_the_server_could_not_have(self, running: Runtime) -> None:
         running.mode, running.reason = "kv", "no room"
         self.joined()
         with pytest.raises(ConfigError, match=NOT_HIDDEN.format("no room")):

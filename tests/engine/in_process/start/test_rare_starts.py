@@ -56,9 +56,7 @@ def test_the_largest_graph_of_decode_and_prefill_counts(monkeypatch: MonkeyPatch
 
 
 @pytest.mark.parametrize("answer", [True, False])
-def test_whether_graphs_are_recorded_is_sglangs_answer(
-    answer: bool, monkeypatch: MonkeyPatch
-) -> None:
+def test_sglang_says_whether_graphs_are_recorded(answer: bool, monkeypatch: MonkeyPatch) -> None:
     from sglang.srt.model_executor import cuda_graph_config
 
     monkeypatch.setattr(cuda_graph_config, "cuda_graph_fully_disabled", lambda: answer)
@@ -127,7 +125,7 @@ def test_steps_that_cannot_be_captured_are_told(
 @pytest.mark.parametrize(
     ("replayed", "said"), [(True, "a CUDA graph of 3 tokens"), (False, "showed each layer [1, 0]")]
 )
-def test_steps_that_left_rows_out_are_told(
+def test_steps_that_lost_rows_are_told(
     replayed: bool, said: str, caplog: LogCaptureFixture
 ) -> None:
     capture: Any = SimpleNamespace(end=lambda step, *, replayed: False)
@@ -176,9 +174,7 @@ class Unproven(LayerSpecs):
         self._runtime = SimpleNamespace(begin_quarantine=self.lost.append, config=config)
 
 
-def test_on_a_gpu_modules_of_several_ranks_are_not_called_beside_forward_passes(
-    monkeypatch: MonkeyPatch,
-) -> None:
+def test_modules_of_several_ranks_run_beside_no_forward_pass(monkeypatch: MonkeyPatch) -> None:
     called, ranks = list[Any](), SimpleNamespace(get_world_size=lambda group: 1)
     monkeypatch.setattr(probe_module, "smallest", lambda group, *fine: fine)
     monkeypatch.setattr(
@@ -196,7 +192,7 @@ def test_on_a_gpu_modules_of_several_ranks_are_not_called_beside_forward_passes(
     assert "after a weight update: layers 1" in specs.lost[0]
 
 
-def test_on_a_gpu_each_kind_of_layer_is_measured_once(
+def test_on_a_gpu_each_kind_is_measured_once(
     monkeypatch: MonkeyPatch, caplog: LogCaptureFixture
 ) -> None:
     measured: list[Any] = []
@@ -405,9 +401,7 @@ def test_which_servers_judge_hits(
     assert (said in caplog.text) is bool(gain and missing)
 
 
-def test_the_choice_of_the_partition_knows_the_machine(
-    runtime: Any, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_measured_partition_knows_the_machine(runtime: Any, monkeypatch: MonkeyPatch) -> None:
     profile, shape = preset_profile("h100", 1), public_model("gpt2")
     runtime.layer_methods = Restore(profile, shape, Partition(0, 12, 0))
     runtime.runner = SimpleNamespace(server_args=None)
@@ -448,16 +442,12 @@ def test_a_server_whose_weight_updates_go_unnoticed_cannot_be_joined(
         attach._check_late_start(runtime)
 
 
-def test_uses_that_go_unnoticed_are_said(
-    a_hook_is_missing: None, caplog: LogCaptureFixture
-) -> None:
+def test_unnoticed_uses_are_said(a_hook_is_missing: None, caplog: LogCaptureFixture) -> None:
     hooks.notice_uses()
     assert "eviction from L3 does not see uses on the GPU or in host memory" in caplog.text
 
 
-def test_weights_that_cannot_be_read_refuse_an_attach(
-    runtime: Any, monkeypatch: MonkeyPatch
-) -> None:
+def test_unreadable_weights_refuse_an_attach(runtime: Any, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(attach, "said_by_all_ranks", lambda said: [said])
     monkeypatch.setattr(runtime, "read_weights", failing(RuntimeError("weights are gone")))
     config: Any = SimpleNamespace(tp_rank=0, pp_rank=0, pp_size=1)

@@ -226,7 +226,7 @@ BUFFER = torch.empty(8, 4)
     ids=["by token", "by batch", "not a number", "in one buffer", "in place"],
 )
 @pytest.mark.parametrize("named", [False, True])
-def test_modules_are_asked_whether_a_token_depends_on_the_others(
+def test_it_is_found_whether_a_token_depends_on_others(
     forward: Any, depends: bool, named: bool
 ) -> None:
     rows = torch.randn(8, 4)
@@ -237,9 +237,7 @@ def test_modules_are_asked_whether_a_token_depends_on_the_others(
 
 
 @pytest.mark.parametrize("depends", [(), ("layers.0.mlp",)])
-def test_a_model_with_a_module_that_depends_on_the_batch_is_refused(
-    depends: tuple[str, ...],
-) -> None:
+def test_a_module_that_depends_on_the_batch_is_refused(depends: tuple[str, ...]) -> None:
     rows = torch.zeros(1)
     probe = probe_module.Probe((), (), rows, rows, rows, depends)
     probe.refuse_dependence(["layers.0.attention."])
