@@ -214,11 +214,14 @@ def test_a_check_without_memory_raises_nothing_and_says_nothing_of_the_page(
     assert runtime.quarantine is not None
 
 
-def test_checks_rest_when_they_took_too_long(checks: Checks, monkeypatch: MonkeyPatch) -> None:
+def test_checks_rest_when_they_took_too_long(
+    machine: Machine, runtime: Runtime, monkeypatch: MonkeyPatch
+) -> None:
     now = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0], thread_time=lambda: now[0])
     monkeypatch.setattr(service_check, "time", clock)
     monkeypatch.setattr(service_check, "_BURST_SECONDS", 0.1)
+    checks = Checks(machine, runtime)
 
     def slow(*_: object) -> None:
         now[0] += 0.5 / LAYERS  # a check takes half a second

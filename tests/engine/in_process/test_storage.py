@@ -40,10 +40,10 @@ def with_side(l3: Machine, name: PoolName) -> HostPool:
     return side
 
 
-def put_side(l3: Machine, name: PoolName, side: HostPool, page: int) -> None:
-    """Random bytes as a page of a side, behind all pages before it."""
+def put_side(l3: Machine, name: PoolName, side: HostPool, page: int, before: Any = None) -> None:
+    """Random bytes as a page of a side."""
     given = PoolTransfer(name, side.fill(range(page, page + 1)), keys=KEYS[page : page + 1])
-    l3.storage.batch_set_v2([given], HiCacheStorageExtraInfo(prefix_keys=KEYS[:page]))
+    l3.storage.batch_set_v2([given], before)
 
 
 def window(name: PoolName, pages: int = 1) -> PoolTransfer:
@@ -102,7 +102,8 @@ def test_a_state_that_one_rank_has_lost_is_near_for_no_rank(
         """Each rank writes the K and V of a turn, and the state at its end; its hits then."""
         for l3, side in zip(ranks, sides, strict=True):
             l3.put(pages)
-            put_side(l3, PoolName.MAMBA, side, pages - 1)
+            before = HiCacheStorageExtraInfo(prefix_keys=KEYS[: pages - 1])
+            put_side(l3, PoolName.MAMBA, side, pages - 1, before)
         asked = [window(PoolName.MAMBA)]
         looked_up = [l3.storage.batch_exists_v2(KEYS, asked) for l3 in ranks]
         return [found.kv_hit_pages for found in looked_up]

@@ -16,6 +16,7 @@ from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import WorkerStream
 from tests.engine.in_process.hits.eager_scene import PAGES, SIZE, Scene
 from tests.kit.prefetch import Operation
+from tests.kit.scheduler import around
 from tests.kit.turns import Reduce, alone, turn_of
 
 BROKEN: Any = SimpleNamespace(
@@ -33,7 +34,6 @@ class Fronts:
         expected: Those, and the positions and ids of their tokens, as the pool heard of them.
         settled: What was saved when the pool was asked to settle that.
         failures: What recomputation was given up for.
-        prefixes: Behind how many tokens the time of a slice was asked for.
         known: Whether the device has what is before the prefetches.
         problem: Why the next slice fails...
         save_problem: ...or is not saved.
@@ -46,14 +46,13 @@ class Fronts:
         self.expected: list[tuple[list[int], list[int], list[int]]] = []
         self.settled: list[list[int]] = []
         self.failures: list[Exception | None] = []
-        self.prefixes: list[int] = []
         self.scene, self.known = scene, True
         self.problem: Exception | None = None
         self.save_problem: Exception | None = None
         self.stream = WorkerStream("forward")
         self.seconds_to_read = math.inf  # a token
         self.eager = scene.loads(
-            SliceBudget(1e9, 2 * SIZE, self._seconds, known=True),
+            SliceBudget(1e9, 2 * SIZE, lambda tokens, prefix: tokens, known=True),
             {"start_recomputation": self._launch},
             loads={
                 "methods": SimpleNamespace(methods=("kv",) * 3),
@@ -101,10 +100,6 @@ class Fronts:
     def turn(self, reduce: Reduce = alone) -> None:
         turn_of(self.eager, self.cache, reduce)
 
-    def _seconds(self, tokens: int, prefix: int) -> float:
-        self.prefixes.append(prefix)
-        return tokens
-
     def _recompute_pages(self, token_ids: np.ndarray, prefix: torch.Tensor) -> object:
         self.launched.append((token_ids.tolist(), len(prefix)))
         return object()
@@ -148,7 +143,6 @@ def test_front_pages_are_recomputed_and_saved_until_they_meet_the_back(fronts: F
     assert meeting.next_batch(3) == range(4, 5)
     fronts.turn()
     assert fronts.launched[1:] == [(list(range(108, 116)), 3 * SIZE)]  # page 4 is being read
-    assert {*fronts.prefixes} == {SIZE, 3 * SIZE}
     meeting.arrived(4, 8)
     fronts.turn()
     assert meeting.pages == 8 and not meeting.next_batch(3)
@@ -189,6 +183,19 @@ def test_other_prefetches_are_only_read(owner: str, name: str, value: Any, front
     assert fronts.scene.pages.count() == PAGES - 8
     if prefetch.meeting is not None:
         assert prefetch.meeting.next_batch(8) == range(8)
+
+
+def test_slices_get_shorter_behind_all_that_is_before_them(fronts: Fronts) -> None:
+    prefixes: list[int] = []
+
+    def pages(original: Any, most: int, page_size: int, prefix: int, *rest: Any) -> Any:
+        prefixes.append(prefix)
+        return original(most, page_size, prefix, *rest)
+
+    around(fronts.eager._budget, "pages", pages)
+    fronts.began()
+    fronts.turn()
+    assert prefixes == [SIZE, 3 * SIZE]
 
 
 def test_for_what_comes_in_one_piece_nothing_is_reserved(fronts: Fronts) -> None:

@@ -71,10 +71,13 @@ def test_a_backend_is_closed_when_another_rank_could_not_join(
 ) -> None:
     closed = list[HiCacheFile]()
 
+    def close(backend: HiCacheFile) -> None:
+        closed.append(backend)
+
     def disagree(*args: Any) -> None:
         raise ConfigError("on tensor-parallel rank 1")
 
-    monkeypatch.setattr(HiCacheFile, "close", closed.append, raising=False)
+    monkeypatch.setattr(HiCacheFile, "close", close, raising=False)
     monkeypatch.setattr(attach, "_agree", disagree)
     with pytest.raises(ConfigError, match="rank 1"):
         machine("first")

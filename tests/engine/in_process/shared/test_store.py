@@ -216,6 +216,7 @@ def test_another_machine_finds_what_nixl_has_and_nothing_that_is_damaged(
 @pytest.mark.parametrize(
     ("differs", "value", "pages"),
     [
+        ("runner.device", "cuda", 3),
         ("runner.gpu_id", 3, 3),
         ("runner.model_config.model_path", "a path on another machine", 3),
         ("runner.dtype", torch.float16, 0),
