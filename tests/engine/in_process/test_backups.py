@@ -265,3 +265,12 @@ def test_memory_that_results_of_checks_are_copied_to_is_used_again(checks: Check
         seen.add(check.buffer.memory.data_ptr())
         checks.read()
     assert len(seen) == 1
+
+
+def test_no_further_page_is_checked_while_many_are_under_way(
+    checks: Checks, monkeypatch: MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_check, "_WAITING", 2)
+    for page in (1, 2, 3):
+        checks.backed_up(page)
+    assert checks.waiting == [1, 2]
