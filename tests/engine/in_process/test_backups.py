@@ -247,6 +247,7 @@ def test_all_ranks_rest_while_one_of_them_has_to(checks: Checks, machine: Machin
 
     checks.backed_up(1)
     machine.capture.transfers().synchronize()
+    checks.checks._waiting[0].event.synchronize()
     turn_of_checks(checks.checks, with_another)
     checks.backed_up(2)
     assert checks.waiting == []
