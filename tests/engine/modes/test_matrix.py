@@ -1,5 +1,6 @@
 """The main job for every class of models, partition, codec, host layout, rank and L3: a table.
 
+Rows that run often have each value of an axis once; tests of other files have the rest of it.
 Flushed conversations come back from L3, and their tokens are those without a cache. Drafts are in
 `test_speculation.py`, data-parallel attention is in `test_features.py`.
 """
@@ -70,8 +71,15 @@ class Row:
     grid: int | None = None  # a hit ends at a multiple of so many tokens, or of a page's
 
 
-def row(model: str, pages: str, *said: str, marks: Any = (), name: str = "", **more: Any) -> Any:
-    """A row; what is not among its fields is an option of the server."""
+def row(
+    model: str, pages: str, *said: str, often: bool = False, name: str = "", **more: Any
+) -> Any:
+    """A row; what is not among its fields is an option of the server.
+
+    Args:
+        often: Whether it is no long test.
+    """
+    marks = [*more.pop("marks", ()), *(() if often else (LONG,))]
     known = {one.name for one in fields(Row)}
     options = {key: value for key, value in more.items() if key not in known}
     given = {key: value for key, value in more.items() if key in known}
@@ -87,138 +95,133 @@ def row(model: str, pages: str, *said: str, marks: Any = (), name: str = "", **m
 
 AUTO, KV, HIDDEN = {"mode": "auto"}, {"mode": "kv"}, {"mode": "hidden"}
 PLAIN = {"mode": "plain"}
+AT_ONCE = {"concurrent": True}
 
 # ---- hidden states ----
 
+OF_MHA = "fused weight 512x256"
 BY_SPEC = {
-    "llama": ("fused weight 512x256, RoPE neox 64", VERSIONS),
-    "qwen3": ("fused weight 256x256, rms norm over a head, RoPE neox 64", ()),
-    "gpt2": ("fused weight 512x256, bias", ()),
-    # They differ from the others in nothing that a restore depends on, or are restored below.
-    "qwen2": ("fused weight 256x256, bias, RoPE neox 64", LONG),
-    "olmo2": ("fused weight 512x256, rms norm over all heads, RoPE neox 64", LONG),
-    "opt": ("fused weight 512x256, bias", LONG),
-    "phi3": ("fused weight 512x256, RoPE neox 64", LONG),
-    "stablelm": ("fused weight 512x256, RoPE neox 16", LONG),
-    "olmoe": ("fused weight 512x256, rms norm over all heads, RoPE neox 64", LONG),
+    "llama": f"{OF_MHA}, RoPE neox 64",
+    "qwen3": "fused weight 256x256, rms norm over a head, RoPE neox 64",
+    "gpt2": f"{OF_MHA}, bias",
+    "qwen2": "fused weight 256x256, bias, RoPE neox 64",
+    "olmo2": f"{OF_MHA}, rms norm over all heads, RoPE neox 64",
+    "opt": f"{OF_MHA}, bias",
+    "phi3": f"{OF_MHA}, RoPE neox 64",
+    "stablelm": f"{OF_MHA}, RoPE neox 16",
+    "olmoe": f"{OF_MHA}, rms norm over all heads, RoPE neox 64",
 }
-# 600-token questions in prefill chunks of 256: the first prompt takes three.
-CHUNKS: dict[str, Any] = {"chunked_prefill_size": 256, "talk": (2, 3, 600), "shard": 0.52}
 HIDDEN_STATES = [
-    row(name, "hidden", f"projection: 4 layers by spec ({spec})", **CHUNKS, marks=marks)
-    for name, (spec, marks) in BY_SPEC.items()
+    row(
+        *(name, "hidden", f"projection: 4 layers by spec ({spec})"),
+        # 600-token questions in prefill chunks of 256: the first prompt takes three.
+        **{"chunked_prefill_size": 256, "talk": (2, 3, 600), "shard": 0.52},
+        often=name == "qwen3",
+        marks=[VERSIONS] if name == "llama" else [],
+    )
+    for name, spec in BY_SPEC.items()
 ]
 
 # ---- partitions: layers that are recomputed, hidden states, K and V ----
 
 PARTITIONS = [(0, 0, 4), (0, 2, 2), (1, 3, 0), (2, 2, 0), (1, 2, 1), (2, 0, 2)]
 ALL_THREE, TWO_RECOMPUTED = (1, 2, 1), (2, 2, 0)
-# GQA, and models whose own layers compute otherwise what is recomputed. MHA is in tests/goldens.
-SHORT = [("qwen3", ALL_THREE), ("olmo2", TWO_RECOMPUTED), ("opt", TWO_RECOMPUTED)]
-EVERY = [(model, numbers) for model in ("llama", "qwen3") for numbers in PARTITIONS]
-EVERY += [(model, TWO_RECOMPUTED) for model in ("gpt2", "qwen2", "phi3", "stablelm", "olmoe")]
 
 
 def mixed(model: str, numbers: tuple[int, int, int], *said: str, **more: Any) -> Any:
     """A row of a partition, nothing of which was replaced by K and V."""
     pages = "own" if numbers == (0, 0, 4) else "hidden"
     how = f"{'own pages' if pages == 'own' else 'hidden mode'}: {describe(Partition(*numbers))}, "
-    hcache = {"partition": partition(*numbers)} | more.pop("hcache", {})
+    hcache = {"partition": partition(*numbers)}
     name = f"{model}-{numbers}-{more.get('dtype', 'float32')}"
     return row(model, pages, how, *said, hcache=hcache, talk=(2, 3, 300), **more, name=name)
 
 
+HALF = {"dtype": "bfloat16"}
+"""By default with codecs exp4 and exp3, which leave 0.77 and 0.72 of the bytes."""
+BOTH_CODECS = "codec exp4, exp3 of K and V"
 MIXED = [
-    *(mixed(*one) for one in SHORT),
-    *(mixed(*one, marks=LONG) for one in EVERY if one not in SHORT),
-    # By default codecs exp4 and exp3 in bfloat16, which leave 0.77 and 0.72 of the bytes.
-    mixed("llama", ALL_THREE, "codec exp4, exp3 of K and V", dtype="bfloat16", overlap=True),
-    mixed("llama", (0, 4, 0), "codec exp4", dtype="bfloat16", shard=0.22, marks=LONG),
-    mixed("llama", (0, 0, 4), "codec exp3", dtype="bfloat16", marks=LONG),
-    mixed("llama", (0, 2, 2), "codec exp4, exp3 of K and V", dtype="bfloat16", marks=LONG),
+    *(mixed(model, numbers) for model in ("llama", "qwen3") for numbers in PARTITIONS),
+    *(
+        # Its layers are recomputed otherwise than Llama's, of which tests/goldens has some.
+        mixed(model, TWO_RECOMPUTED, often=model == "opt")
+        for model in ("olmo2", "opt", "gpt2", "qwen2", "phi3", "stablelm", "olmoe")
+    ),
+    mixed("qwen3", ALL_THREE, BOTH_CODECS, **HALF, overlap=True, often=True),
+    mixed("llama", ALL_THREE, BOTH_CODECS, **HALF, overlap=True),
+    mixed("llama", (0, 4, 0), "codec exp4", **HALF, shard=0.22),
+    mixed("llama", (0, 0, 4), "codec exp3", **HALF),
+    mixed("llama", (0, 2, 2), BOTH_CODECS, **HALF),
 ]
 
 # ---- classes of models, most of them without hidden states or own pages ----
 
 QUERY_GROUPS = "KV mode, own pages: the partition has no hidden states: 4 layers loaded as KV"
 TWO_POSITIONS = "own pages: model.layers.0.self_attn takes a tensor 'positions' of shape (1, 48)"
+LONGEST_POSITION = (
+    "K of model.layers.0.self_attn at positions 0..47 changes when position 16383 is projected "
+    "with them"
+)
 NOT_RECOMPUTED = "not used: recomputation"
 LATENTS = "KV mode, own pages: latents of MLA are smaller than hidden states"
 HYBRID = (
     "KV mode, own pages: only the full-attention layers of a hybrid model have pages of their own"
 )
 ONE_TOKEN = "KV mode, plain pages: a hybrid model with states and pages of one token"
+BY_SERVER = {"reference": "server"}
+CLASS: dict[str, Any] = {"page_size": 16, "hcache": AUTO, "files": 80}
+AGAIN: dict[str, Any] = CLASS | {"restarts": True}
+TWO_RANKS = AGAIN | {"tp": 2, "files": 160}
+# A state is kept every 64 tokens, and is a file of its own.
 STATES: dict[str, Any] = {
     "hcache": AUTO | {"state_tokens": 0},
     "extra_env": {"SGLANG_MAMBA_CONV_DTYPE": "float32"},
-    "reference": "server",
     "grid": 64,
+    **BY_SERVER,
 }
-CLASS: dict[str, Any] = {"page_size": 16, "restarts": True, "hcache": AUTO, "files": 80}
-LONG_CLASS = CLASS | {"marks": LONG}
+FRONTS: dict[str, Any] = {
+    "unsaid": (NOT_RECOMPUTED,),
+    "recomputes": True,
+    "talk": (2, 3, 400),
+    "metrics": True,
+}
+RECOMPUTED = {"recompute_ms": 1e4}
 
 CLASSES = [
-    row("qwen3_moe", "own", QUERY_GROUPS, **LONG_CLASS),
-    row("glm4_moe", "own", QUERY_GROUPS, **LONG_CLASS),
-    row("minimax_m2", "own", QUERY_GROUPS, **CLASS),
-    row("minimax_m2", "own", QUERY_GROUPS, **LONG_CLASS | {"tp": 2, "files": 160}),
-    row("gemma3", "own", TWO_POSITIONS, **CLASS | {"hcache": HIDDEN}),
+    *(row(name, "own", QUERY_GROUPS, **AGAIN) for name in ("qwen3_moe", "glm4_moe", "minimax_m2")),
+    row("minimax_m2", "own", QUERY_GROUPS, **TWO_RANKS),
+    row("gemma3", "own", TWO_POSITIONS, **AGAIN | {"hcache": HIDDEN}),
     # Its RoPE changes with the longest position of a batch.
-    row(
-        *("phi3_longrope", "own"),
-        "K of model.layers.0.self_attn at positions 0..47 changes when position 16383 is projected "
-        "with them",
-        hcache={"mode": "hidden"},
-        reference="server",
-    ),
+    row("phi3_longrope", "own", LONGEST_POSITION, hcache=HIDDEN, **BY_SERVER, often=True),
     # All ranks have the same latent, and each keeps a part of the tokens.
-    row("deepseek_v2", "own", LATENTS, reference="server", **LONG_CLASS),
-    row("deepseek", "own", LATENTS, **LONG_CLASS),
-    row("deepseek", "own", LATENTS, tp=2, **CLASS | {"files": 160}),
-    *(
-        row(
-            *(name, "own", LATENTS, "codec exp4"),
-            **{"dtype": "bfloat16", "restarts": True, "hcache": AUTO, "tp": tp, "marks": marks},
-        )
-        for name, tp, marks in (("deepseek", 1, ()), ("deepseek_v2", 2, LONG))
-    ),
+    row("deepseek", "own", LATENTS, **AGAIN),
+    row("deepseek", "own", LATENTS, **TWO_RANKS),
+    *(row(name, "own", LATENTS, **AGAIN, **BY_SERVER) for name in ("deepseek_v2", "glm4_moe_lite")),
+    row("deepseek", "own", LATENTS, "codec exp4", **HALF, hcache=AUTO, often=True),
+    row("deepseek_v2", "own", LATENTS, "codec exp4", **HALF, hcache=AUTO, tp=2, restarts=True),
     *(
         row(
             *(name, "own", LATENTS),
-            unsaid=(NOT_RECOMPUTED,),
-            hcache=AUTO | {"recompute_ms": 1e4},
-            recomputes=True,
-            talk=(2, 3, 400),
-            **{"metrics": True, "reference": "server", "tp": tp, "marks": marks},
+            **FRONTS | BY_SERVER | {"hcache": AUTO | RECOMPUTED, "tp": tp},
+            often=(name, tp) == ("deepseek", 1),
             name=f"{name}-{tp}, fronts",
         )
-        for name, tp, marks in (
-            *(("deepseek", 1, ()), ("deepseek", 2, LONG)),
-            *(("deepseek_v2", 1, LONG), ("glm4_moe_lite", 1, LONG)),
-        )
+        for name, tp in (("deepseek", 1), ("deepseek", 2), ("deepseek_v2", 1), ("glm4_moe_lite", 1))
     ),
-    row("glm4_moe_lite", "own", LATENTS, reference="server", **LONG_CLASS),
     # Pages of windows are files of their own: the last window of each node.
-    row("gpt_oss", "own", HYBRID, **CLASS | {"files": 132}),
-    row("gpt_oss", "own", HYBRID, tp=2, **LONG_CLASS | {"files": 264}),
-    row("mellum", "own", HYBRID, "codec exp4", dtype="bfloat16", **CLASS | {"files": 132}),
-    row("mellum", "own", HYBRID, **LONG_CLASS | {"files": 132}),
+    row("gpt_oss", "own", HYBRID, **AGAIN | {"files": 132}),
+    row("gpt_oss", "own", HYBRID, **TWO_RANKS | {"files": 264}),
+    row("mellum", "own", HYBRID, "codec exp4", **HALF, **AGAIN | {"files": 132}, often=True),
+    row("mellum", "own", HYBRID, **AGAIN | {"files": 132}),
     # Keys are wider than values, and windows have more heads.
-    row("mimo_v2", "own", HYBRID, reference="server", **CLASS | {"files": 134}),
-    row("mimo_v2", "own", HYBRID, reference="server", tp=2, **LONG_CLASS | {"files": 268}),
-    # A state is kept every 64 tokens, and is a file of its own.
-    *(
-        row(name, "own", HYBRID, **LONG_CLASS | STATES | {"files": files, "tp": tp, "marks": marks})
-        for name, tp, files, marks in (
-            *(("qwen3_next", 1, 78, LONG), ("qwen3_next", 2, 156, LONG)),
-            *(("qwen3_5", 1, 78, ()), ("qwen3_5", 2, 156, LONG)),
-        )
-    ),
+    row("mimo_v2", "own", HYBRID, **BY_SERVER, **CLASS | {"files": 134}, often=True),
+    row("mimo_v2", "own", HYBRID, **BY_SERVER, **TWO_RANKS | {"files": 268}),
+    row("qwen3_5", "own", HYBRID, **CLASS | STATES | {"files": 78}, often=True),
+    row("qwen3_5", "own", HYBRID, **TWO_RANKS | STATES | {"files": 156}),
+    row("qwen3_next", "own", HYBRID, **AGAIN | STATES | {"files": 78, "tp": 1}),
+    row("qwen3_next", "own", HYBRID, **TWO_RANKS | STATES | {"files": 156}),
     # SGLang keeps states of convolutions with pages of one token only.
-    row(
-        *("lfm2", "plain", ONE_TOKEN),
-        **LONG_CLASS | STATES | {"page_size": 1, "grid": 1, "files": None, "restarts": False},
-    ),
+    row("lfm2", "plain", ONE_TOKEN, **CLASS | STATES | {"page_size": 1, "grid": 1, "files": None}),
 ]
 
 # ---- K and V: heads, layouts of host memory, ranks and stages, another L3 ----
@@ -227,38 +230,38 @@ KERNEL = {"mem_layout": "layer_first", "io_backend": "kernel"}
 DIRECT = {"mem_layout": "layer_first", "io_backend": "direct"}
 PAGES_DIRECT = {"mem_layout": "page_first_direct", "io_backend": "direct"}
 HEADS_KERNEL = {"mem_layout": "page_head", "io_backend": "kernel"}
+AUTO_SIZED: dict[str, Any] = {"hicache_ratio": None}
 GROUPED = {"num_key_value_heads": 2}
-SMALL_CHUNKS = {"page_size": 16, "max_total_tokens": 8192, "chunked_prefill_size": 128}
-AT_ONCE = {"concurrent": True}
 OF_KV = [
-    row("llama", "own", changes=GROUPED, hcache=AUTO, **DIRECT),
-    row("qwen2", "hidden", hcache=HIDDEN, **PAGES_DIRECT),
-    *(
-        row("llama", "plain", hcache=PLAIN, **how, marks=LONG)
-        for how in (KERNEL, DIRECT, PAGES_DIRECT)
-    ),
-    *(row("llama", "hidden", hcache=HIDDEN, **how, marks=LONG) for how in (KERNEL, DIRECT)),
-    *(
-        row("llama", "own", hcache=KV, **how, marks=LONG)
-        for how in (KERNEL, PAGES_DIRECT, HEADS_KERNEL)
-    ),
-    # As many heads of K and V as of queries, where mode `kv` insists.
-    *(row(name, "own", hcache=KV, marks=LONG) for name in ("phi3", "olmoe")),
     row(
-        "llama", "own", "HiCache auto-sizing: ratio", hcache=KV, hicache_ratio=None, marks=VERSIONS
+        *("llama", "own", "HiCache auto-sizing: ratio"),
+        **DIRECT | AUTO_SIZED,
+        changes=GROUPED,
+        hcache=AUTO,
+        often=True,
     ),
+    row("llama", "own", "HiCache auto-sizing: ratio", hcache=KV, **AUTO_SIZED, marks=[VERSIONS]),
+    row("qwen2", "hidden", hcache=HIDDEN, **PAGES_DIRECT, often=True),
+    *(row("llama", "plain", hcache=PLAIN, **how) for how in (KERNEL, DIRECT, PAGES_DIRECT)),
+    *(row("llama", "hidden", hcache=HIDDEN, **how) for how in (KERNEL, DIRECT)),
+    *(row("llama", "own", hcache=KV, **how) for how in (KERNEL, PAGES_DIRECT, HEADS_KERNEL)),
+    # As many heads of K and V as of queries, where mode `kv` insists.
+    *(row(name, "own", hcache=KV) for name in ("phi3", "olmoe")),
     row("qwen3", "own", QUERY_GROUPS, hcache=AUTO, tp=2),
-    row("qwen3", "own", "codec exp3", hcache=KV, dtype="bfloat16", page_size=128, marks=LONG),
-    row("qwen3", "own", "codec exp3", hcache=KV, dtype="bfloat16", tp=2, marks=LONG),
-    row("llama", "own", "codec exp3", changes=GROUPED, hcache=AUTO, dtype="bfloat16", marks=LONG),
+    row("qwen3", "own", "codec exp3", hcache=KV, **HALF, page_size=128),
+    row("qwen3", "own", "codec exp3", hcache=KV, **HALF, tp=2),
+    row("llama", "own", "codec exp3", changes=GROUPED, hcache=AUTO, **HALF),
     row("qwen3", "own", hcache=AUTO, pp=2),
     row("qwen3", "own", hcache=AUTO, l3="file"),
     row(
         *("qwen3", "own"),
-        **SMALL_CHUNKS | {"hcache": AUTO, "overlap": True, "extra_args": ["--enable-mixed-chunk"]},
+        **{"page_size": 16, "max_total_tokens": 8192, "chunked_prefill_size": 128},
+        **{"hcache": AUTO, "overlap": True, "extra_args": ["--enable-mixed-chunk"]},
         extra_env={"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"},
         talk=(8, 2, 200),
         how=AT_ONCE | {"reply_tokens": 24},
+        often=True,
+        name="decodes in chunks of prefills",
     ),
 ]
 
@@ -270,6 +273,7 @@ OF_KV = [
 MIXED_PAGES = {"partition": partition(0, 2, 2)}
 LAYERWISE = {"restore": "layerwise"}
 UNPAIRED = {"mode": "kv", "codec": "krul"}  # by its default bound pairs are kept in `fp8`
+WHOLE_NUMBERS: dict[str, Any] = {"dtype": "float32", "shard": 0.18}
 LOSSY = [
     row(
         *(model, "own" if hcache.get("mode") == "kv" else "hidden", f"codec {hcache['codec']}, "),
@@ -277,8 +281,7 @@ LOSSY = [
         page_size=128,
         talk=(4, 3, 300),
         close=close,
-        marks=LONG,
-        **{"dtype": "bfloat16", **options},
+        **HALF | options,
     )
     for model, close, hcache, options in (
         ("qwen3", 0.75, KV | {"codec": "fp8"}, {}),
@@ -287,8 +290,8 @@ LOSSY = [
         ("llama", 0.6, MIXED_PAGES | {"codec": "int8"}, {}),
         ("llama", 0.6, MIXED_PAGES | {"codec": "fp8"}, {"tp": 2}),
         ("qwen3", 0.75, KV | LAYERWISE | {"codec": "int8"}, {}),
-        ("llama", 0.65, {"codec": "fp8"}, {"dtype": "float32", "shard": 0.18}),
-        ("llama", 0.75, {"codec": "int8"}, {"dtype": "float32", "shard": 0.18}),
+        ("llama", 0.65, {"codec": "fp8"}, WHOLE_NUMBERS),
+        ("llama", 0.75, {"codec": "int8"}, WHOLE_NUMBERS),
         ("qwen3", 0.6, UNPAIRED, {"tp": 2}),
         ("qwen3", 0.6, UNPAIRED, {"dtype": "float16"}),
         ("qwen3", 0.6, UNPAIRED | LAYERWISE, {}),
@@ -297,22 +300,23 @@ LOSSY = [
 
 # ---- hidden states of several ranks: each has a shard of every page's tokens ----
 
-# The norm of olmo2 sees the heads of all ranks: the attention modules talk to each other.
-BY_MODULE = "layers 0, 1, 2, 3 by their attention modules: K is made by no norm and RoPE"
-OVER_A_HEAD = "4 layers by spec (fused weight 128x256, rms norm over a head, RoPE neox 64)"
-WITH_BIAS = "4 layers by spec (fused weight 256x256, bias)"
 RANKS = [
     *(
-        row(name, "hidden", f"projection: {how}", tp=2, page_size=16, how=AT_ONCE, marks=marks)
-        for name, how, marks in (
-            *(("olmo2", BY_MODULE, VERSIONS), ("qwen3", OVER_A_HEAD, ())),
-            ("opt", WITH_BIAS, LONG),
+        row(name, "hidden", f"projection: {how}", tp=2, page_size=16, how=AT_ONCE, **more)
+        for name, how, more in (
+            # The norm of olmo2 sees the heads of all ranks: the modules talk to each other.
+            (
+                *("olmo2", "layers 0, 1, 2, 3 by their attention modules: K is made by no norm"),
+                {"marks": [VERSIONS], "often": True},
+            ),
+            ("qwen3", "4 layers by spec (fused weight 128x256, rms norm over a head, RoPE", {}),
+            ("opt", "4 layers by spec (fused weight 256x256, bias)", {}),
         )
     ),
-    row("llama", "hidden", tp=2, pp=2, marks=LONG),
+    row("llama", "hidden", tp=2, pp=2),
     # One KV head for all queries: hidden states need more than twice the KV pool's host memory.
-    row("gemma", "hidden", hcache=HIDDEN, hicache_ratio=16.0, talk=(1, 2, 300)),
-    row("llama", "hidden", tp=2, l3="file", marks=LONG),
+    row("gemma", "hidden", hcache=HIDDEN, hicache_ratio=16.0, talk=(1, 2, 300), often=True),
+    row("llama", "hidden", tp=2, l3="file"),
 ]
 
 # ---- FP8 weights: what K depends on decides, not the word ----
@@ -323,33 +327,37 @@ RANKS = [
 OF_FP8: dict[str, Any] = {
     "changes": {"num_key_value_heads": HEADS},
     "extra_env": {"HCACHE_CPU_EXACT_SUMS": "1"},
-    "reference": "server",
+    "talk": (1, 2, 200),
+    **BY_SERVER,
 }
 DEPENDS = "for a token depends on the other tokens of the batch"
-INDEPENDENT: dict[str, Any] = OF_FP8 | {"restarts": True, "unsaid": (NOT_RECOMPUTED,)}
+INDEPENDENT = [kind for kind in KINDS if kind != "batch"]
 FP8 = [
-    row("qwen3", "hidden", weights="blocks", **INDEPENDENT),
     *(
-        row("qwen3", "hidden", weights=kind, **INDEPENDENT, marks=LONG)
-        for kind in KINDS
-        if kind not in ("blocks", "batch")
+        row(
+            *("qwen3", "hidden"),
+            **OF_FP8,
+            unsaid=(NOT_RECOMPUTED,),
+            weights=kind,
+            restarts=kind != "blocks",
+            often=kind == "blocks",
+        )
+        for kind in INDEPENDENT
     ),
     # K and V are stored as they are: what they depend on was there when they were computed. With
     # another batch they are others.
-    row("qwen3", "own", DEPENDS, NOT_RECOMPUTED, weights="batch", **OF_FP8 | {"reference": "none"}),
+    row(
+        *("qwen3", "own", DEPENDS, NOT_RECOMPUTED),
+        **OF_FP8 | {"weights": "batch", "reference": "none"},
+        often=True,
+    ),
     # Fronts of K and V are recomputed.
     *(
         row(
             *("qwen3", "own"),
-            **OF_FP8 | {"changes": {}, "unsaid": (NOT_RECOMPUTED,), "talk": (2, 3, 400)},
-            hcache=KV | {"recompute_ms": 1e4},
-            recomputes=True,
-            weights=kind,
-            metrics=True,
-            marks=LONG,
+            **OF_FP8 | FRONTS | {"changes": {}, "hcache": KV | RECOMPUTED, "weights": kind},
         )
-        for kind in KINDS
-        if kind != "batch"
+        for kind in INDEPENDENT
     ),
 ]
 
@@ -368,31 +376,28 @@ def fault(what: str, pages: str, *said: str, **more: Any) -> Any:
     return row("llama", pages, *said, **given)
 
 
+WRONG_SPEC = "hidden", "projection: 2 layers by spec (", MODULES_OF_TWO
 FAULTS = [
-    fault("wrong_rope", "own", "KV mode, own pages: projected K of model.layers.0.self_attn"),
-    fault("rows_lost", "own", NOT_IN_HOST_MEMORY + "rows not valid", marks=LONG),
-    fault("wrong_save", "own", NOT_IN_HOST_MEMORY + OTHER_ROWS, marks=LONG),
+    fault(
+        *("wrong_rope", "own", "KV mode, own pages: projected K of model.layers.0.self_attn"),
+        often=True,
+    ),
+    fault("rows_lost", "own", NOT_IN_HOST_MEMORY + "rows not valid"),
+    fault("wrong_save", "own", NOT_IN_HOST_MEMORY + OTHER_ROWS),
     fault(
         *("wrong_copies", "plain"),
         "KV mode, plain pages: K or V of layer 3 come back from host memory as",
         hcache=KV,
+        often=True,
     ),
     fault(
         *("encoded_wrongly", "hidden", OTHER_ROWS),
         "codec 'exp4' is not used, hidden states are stored as they are",
-        dtype="bfloat16",
-        marks=LONG,
+        **HALF,
     ),
-    *(
-        fault(
-            *(name, "hidden", "projection: 2 layers by spec (", MODULES_OF_TWO),
-            **{"dtype": dtype, "marks": marks},
-        )
-        for name, dtype, marks in (
-            *(("wrong_spec_rope", "float32", ()), ("wrong_spec_rows", "float32", LONG)),
-            ("wrong_spec_rounding", "bfloat16", ()),
-        )
-    ),
+    fault("wrong_spec_rope", *WRONG_SPEC, often=True),
+    fault("wrong_spec_rows", *WRONG_SPEC),
+    fault("wrong_spec_rounding", *WRONG_SPEC, **HALF),
     # Layers behind the first that is not exact are stored and loaded; pages of K and V are
     # recomputed whole or not at all.
     fault(
@@ -400,12 +405,14 @@ FAULTS = [
         "exactness: recomputed layers: the first 2 layers only (model.layers.2.self_attn "
         "recomputed: K ",
         hcache={"partition": partition(3, 1, 0)},
+        often=True,
     ),
     fault(
         *("recomputed_wrongly", "own"),
         "recomputation (model.layers.2.self_attn recomputed: K ",
         hcache=KV,
         name="recomputed_wrongly, K and V",
+        often=True,
     ),
 ]
 
@@ -418,6 +425,7 @@ FEW = [
         hcache=hcache,
         extra_args=("--max-running-requests", str(requests)),
         talk=(1, 2, 400),
+        often=requests == 1,
         name=f"{pages}, {requests} at once",
     )
     for pages, hcache, requests in (
