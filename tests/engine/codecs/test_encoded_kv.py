@@ -11,6 +11,7 @@ import pytest
 from bench.harness.models import build_model
 from bench.harness.server import Server
 from hcache_backend.cli.metrics_page import fetch
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import (
     Conversation,
     Turn,
@@ -19,14 +20,7 @@ from tests.engine.harness.conversations import (
     make_conversations,
     turns_of,
 )
-from tests.engine.harness.ours import (
-    assert_no_cache_output_up_to_ties,
-    assert_nothing_went_wrong,
-    assert_sound_own_pages,
-    faulty,
-    our_server,
-    partition,
-)
+from tests.engine.harness.ours import our_server, partition
 
 pytestmark = pytest.mark.engine
 
@@ -38,8 +32,8 @@ RANKS, BACK = {"tp": 2}, {"write_policy": "write_back"}
 NEVER = HIDDEN | {"recompute": "never"}
 UNITS, ROWS = "units_do_not_fit", "rows_do_not_fit"
 SHORT = {"page_size": 32}
-IN_EVERY_RUN = "mixed, two ranks", ROWS
-"""Units and rows of one rank alone: tests/goldens and test_codecs.py."""
+OFTEN = "mixed", ROWS
+"""What ranks agree on: tests/engine/in_process/encoded_kv/test_lost.py."""
 
 
 @pytest.mark.parametrize(
@@ -64,7 +58,7 @@ IN_EVERY_RUN = "mixed, two ranks", ROWS
             ("kv, never recomputed", ("qwen3", KV | {"recompute": "never"}, {}), (UNITS,)),
         )
         for fault in faults
-        for marks in [() if (label, fault) == IN_EVERY_RUN else pytest.mark.long]
+        for marks in [() if (label, fault) == OFTEN else pytest.mark.long]
     ],
 )
 def test_units_that_do_not_fit_are_computed_again(
@@ -82,7 +76,7 @@ def test_units_that_do_not_fit_are_computed_again(
         model,
         tmp_path,
         hcache={"codec": "exp4", **hcache},
-        extra_env=faulty(fault),
+        extra_env=ours.faulty(fault),
         dtype="bfloat16",
         max_total_tokens=1024,
         hicache_ratio=3.0,
@@ -111,25 +105,26 @@ def test_units_that_do_not_fit_are_computed_again(
         # What was not encodable is not in L3, which serves what stands before it.
         again = ask(server, [c.turns[0].prompt for c in conversations])
         assert all(c.turns[0].cached.storage < 112 for c in again)
-        assert_sound_own_pages(server, "kv" if hcache.get("mode") else "hidden")
+        ours.assert_sound_own_pages(server, "kv" if hcache.get("mode") else "hidden")
     asked: list[Conversation] = [*conversations, *shared, *again]
     with Server(asked_for) as server:  # after a restart as well
         again = ask(server, [c.turns[-1].prompt for c in conversations])
         assert all(c.turns[0].cached.storage < 300 for c in again)
-        assert_nothing_went_wrong(server)
+        ours.assert_nothing_went_wrong(server)
     asked += again
-    assert_no_cache_output_up_to_ties(model, tmp_path, asked)
+    ours.assert_no_cache_output_up_to_ties(model, tmp_path, asked)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "hcache", "options"),
     [
         pytest.param("qwen3", KV, {}, id="groups of queries"),
-        pytest.param("llama", KV, {}, id="a head for each query", marks=pytest.mark.long),
-        pytest.param("qwen3", KV, SHORT, id="pages of 32 tokens", marks=pytest.mark.long),
-        pytest.param("qwen3", KV, RANKS, id="two ranks", marks=pytest.mark.long),
-        pytest.param("llama", MIXED, {}, id="mixed", marks=pytest.mark.long),
-        pytest.param("llama", MIXED, RANKS, id="mixed, two ranks", marks=pytest.mark.long),
+        pytest.param("llama", KV, {}, id="a head for each query"),
+        pytest.param("qwen3", KV, SHORT, id="pages of 32 tokens"),
+        pytest.param("qwen3", KV, RANKS, id="two ranks"),
+        pytest.param("llama", MIXED, {}, id="mixed"),
+        pytest.param("llama", MIXED, RANKS, id="mixed, two ranks"),
     ],
 )
 def test_output_is_that_of_codec_none(
@@ -159,7 +154,7 @@ def test_output_is_that_of_codec_none(
             turns += turns_of(ask(server, fronts))
             used = "codec exp4, exp3 of K and V," if hcache == MIXED else "codec exp3,"
             assert (used in server.log_text()) == (codec == "exp3")
-            assert_sound_own_pages(server, "hidden" if hcache == MIXED else "kv")
+            ours.assert_sound_own_pages(server, "hidden" if hcache == MIXED else "kv")
         return turns
 
     none = served("none")

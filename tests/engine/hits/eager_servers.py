@@ -85,6 +85,16 @@ def tokens(server: Server, event: str) -> float:
 
 
 @contextmanager
+def counting(server: Server, **events: str) -> Iterator[dict[str, float]]:
+    """How often each of ``events`` happens in the block, once it is left: names of metrics, and of
+    what they count."""
+    grown = {event: -counted(server, what, event) for event, what in events.items()}
+    yield grown
+    for event, what in events.items():
+        grown[event] += counted(server, what, event)
+
+
+@contextmanager
 def until_more(server: Server, what: str, event: str, count: int) -> Iterator[None]:
     """What the block starts has made `event` happen to so many more, as the metric `what` says."""
 

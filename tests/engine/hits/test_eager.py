@@ -7,8 +7,9 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from tests.engine.hits.eager_servers import (
     asked,
     assert_fine,
     counted,
+    counting,
     eager_server,
     read_batches,
     stored,
@@ -48,7 +50,6 @@ HIT = (800 - 1) // PAGE * PAGE
 FRONT = HIT - BATCH
 """Tokens before the first batch that is read from the back."""
 SIZES = {"max_total_tokens": 2560, "hicache_ratio": 8.0}
-LONG = pytest.mark.long
 
 
 class Case(NamedTuple):
@@ -60,26 +61,29 @@ class Case(NamedTuple):
         return self.pages.endswith("from the back")
 
 
+def cases(often: Collection[Case], *more: Case) -> pytest.MarkDecorator:
+    """The test has the cases ``often`` in every run, and ``more`` in long ones."""
+    every = [*often, *(pytest.param(case, marks=pytest.mark.long) for case in more)]
+    return pytest.mark.parametrize("case", every, ids=", ".join, indirect=True, scope="module")
+
+
 KV, HIDDEN, MIXED = (f"{pages}, from the back" for pages in ("kv", "hidden", "mixed"))
-IN_ORDER = [
-    Case("llama", "hidden"),
-    *(pytest.param(Case("llama", pages), marks=LONG) for pages in ("kv", "mixed")),
-]
-FROM_THE_BACK = [
-    Case("qwen3", KV),
-    Case("llama", MIXED),
-    *(pytest.param(Case("llama", pages), marks=LONG) for pages in (KV, HIDDEN)),
-]
+HIDDEN_IN_ORDER, KV_IN_ORDER, MIXED_IN_ORDER = (
+    Case("llama", pages) for pages in ("hidden", "kv", "mixed")
+)
+KV_FRONT, MIXED_FRONT = Case("qwen3", KV), Case("llama", MIXED)
+MORE_FRONTS = Case("llama", KV), Case("llama", HIDDEN)
+everywhere = cases(
+    [HIDDEN_IN_ORDER, KV_FRONT], KV_IN_ORDER, MIXED_IN_ORDER, MIXED_FRONT, *MORE_FRONTS
+)
+in_order = cases([HIDDEN_IN_ORDER], KV_IN_ORDER, MIXED_IN_ORDER)
+fronts = cases([KV_FRONT], MIXED_FRONT, *MORE_FRONTS)
 
 
-@pytest.fixture(scope="module", params=[*IN_ORDER, *FROM_THE_BACK], ids=", ".join)
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest) -> Case:
     chosen: Case = request.param
     return chosen
-
-
-in_order = pytest.mark.parametrize("case", IN_ORDER, ids=", ".join, indirect=True)
-fronts = pytest.mark.parametrize("case", FROM_THE_BACK, ids=", ".join, indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +108,7 @@ def server(shared: Server, case: Case) -> Iterator[Server]:
 
 
 def recomputed_tokens(server: Server) -> float:
-    return counted(server, "l3_tokens", "recomputed") / server.options.tp  # each rank counts
+    return counted(server, "l3_tokens", "recomputed")
 
 
 def progress(case: Case) -> tuple[str, str]:
@@ -129,7 +133,7 @@ def underway(
         read_batches(server, batches)
         wanted = batches * BATCH
     asking = threading.Thread(target=lambda: replies.extend(asked(server, *prompts)))
-    with until_more(server, *progress(case), wanted * server.options.tp):
+    with until_more(server, *progress(case), wanted):
         asking.start()
     yield replies
     read_batches(server, None, front)
@@ -138,13 +142,6 @@ def underway(
 
 def storage(*conversations: Conversation) -> list[int]:
     return [turn.cached.storage for turn in turns_of(conversations)]
-
-
-def path_of(server: Server, prompt: list[int], page: int) -> Path:
-    token_ids = np.array(prompt[page * PAGE : (page + 1) * PAGE], np.int32).tobytes()
-    pages = ours.stored_pages(server.options.log.parent)
-    [path] = (path for path in pages if token_ids in path.read_bytes())
-    return path
 
 
 @in_order
@@ -157,6 +154,7 @@ def test_a_request_gets_what_was_restored_while_it_waited(model: Path, server: S
     ours.assert_no_cache_output(model, conversations)
 
 
+@everywhere
 def test_it_is_right_whatever_has_arrived_at_the_load(model: Path, server: Server) -> None:
     (server.options.log.parent / "in-step").unlink()
     conversations = make_conversations(4, turns=3, tokens=200, seed=2)
@@ -165,12 +163,15 @@ def test_it_is_right_whatever_has_arrived_at_the_load(model: Path, server: Serve
     ours.assert_no_cache_output(model, conversations)
 
 
+@everywhere
 def test_an_abort_gives_back_what_was_reserved(case: Case, model: Path, server: Server) -> None:
     prompt = stored(server, seed=3)
     for part in (0, 1, 3):  # there is room for less than three reservations
         before, rid = counted(server, *progress(case)), uuid.uuid4().hex
         read_batches(server, 0 if case.has_front else part, part)
-        gone = threading.Thread(target=_may_fail, args=(server, prompt, rid))
+        body = {"rid": rid, "input_ids": prompt, "sampling_params": {"max_new_tokens": 4}}
+        ask_it = partial(server._request, "POST", "/generate", json=body, timeout=600)  # may fail
+        gone = threading.Thread(target=ask_it)
         taken = part * (PAGE if case.has_front else BATCH)
         with until_more(server, *progress(case), taken), until_more(server, "lookups", "found", 1):
             gone.start()
@@ -185,11 +186,7 @@ def test_an_abort_gives_back_what_was_reserved(case: Case, model: Path, server: 
     ours.assert_no_cache_output(model, replies)
 
 
-def _may_fail(server: Server, prompt: list[int], rid: str) -> None:
-    body = {"rid": rid, "input_ids": prompt, "sampling_params": {"max_new_tokens": 4}}
-    server._request("POST", "/generate", json=body, timeout=600)
-
-
+@everywhere
 def test_two_requests_with_one_prefix(case: Case, model: Path, server: Server) -> None:
     """It becomes K and V once, although both prefetches bring it."""
     prefix = stored(server, seed=4)
@@ -204,16 +201,21 @@ def test_two_requests_with_one_prefix(case: Case, model: Path, server: Server) -
     ours.assert_no_cache_output(model, both)
 
 
+@everywhere
 def test_a_bad_page_ends_what_is_used(case: Case, model: Path, server: Server) -> None:
     for seed, page in ((7, HIT // PAGE - 3), (8, FRONT // PAGE)):
         prompt = stored(server, seed)
-        ours.flip_bit(path_of(server, prompt, page), -1000)
+        token_ids = np.array(prompt[page * PAGE : (page + 1) * PAGE], np.int32).tobytes()
+        pages = ours.stored_pages(server.options.log.parent)
+        [path] = (path for path in pages if token_ids in path.read_bytes())
+        ours.flip_bit(path, -1000)
         with underway(server, case, prompt, batches=0) as replies:
             pass
         assert storage(*replies) == [page * PAGE]
         ours.assert_no_cache_output(model, replies)
 
 
+@everywhere
 def test_a_flush_waits_for_the_request(case: Case, model: Path, server: Server) -> None:
     prompt = stored(server, seed=9)
     with (
@@ -227,15 +229,20 @@ def test_a_flush_waits_for_the_request(case: Case, model: Path, server: Server) 
     ours.assert_no_cache_output(model, replies)
 
 
+@everywhere
 def test_pressure_takes_what_was_reserved(case: Case, model: Path, server: Server) -> None:
-    prompt, not_ready = stored(server, seed=10), tokens(server, "not_ready_at_load")
-    with underway(server, case, prompt, batches=1) as replies:
+    prompt = stored(server, seed=10)
+    with (
+        counting(server, not_ready_at_load="tokens") as found,
+        underway(server, case, prompt, batches=1) as replies,
+    ):
         (running,) = asked(server, random_tokens(2200, 90))
     assert storage(*replies) == [HIT]
-    assert tokens(server, "not_ready_at_load") - not_ready > BATCH
+    assert found["not_ready_at_load"] > BATCH
     ours.assert_no_cache_output(model, [*replies, running])
 
 
+@everywhere
 def test_what_has_come_counts_at_a_timeout(case: Case, model: Path, server: Server) -> None:
     """Detached meanwhile, and attached with another policy."""
     prompt = stored(server, seed=11)
@@ -262,7 +269,7 @@ def test_what_has_come_counts_at_a_timeout(case: Case, model: Path, server: Serv
     ours.assert_no_cache_output(model, replies)
 
 
-@pytest.mark.parametrize("case", IN_ORDER[::2], ids=", ".join, indirect=True)
+@in_order
 def test_other_weights_while_pages_are_restored(
     model: Path, model_cache: Path, server: Server
 ) -> None:
@@ -296,36 +303,28 @@ def test_other_weights_while_pages_are_restored(
 # ---- fronts ----
 
 
-@fronts
+@cases([KV_FRONT, MIXED_FRONT], *MORE_FRONTS)
+@pytest.mark.parametrize("front", [1, 35, FRONT // PAGE], ids=["short", "long", "all"])
 def test_the_front_is_recomputed_while_the_back_is_read(
-    case: Case, model: Path, server: Server
+    front: int, case: Case, model: Path, server: Server
 ) -> None:
-    prompt = stored(server, seed=1)
-    names = ("eager", "not_ready_at_load")
-    before = [recomputed_tokens(server), *(tokens(server, name) for name in names)]
-    with underway(server, case, prompt) as replies:
+    """Wherever they meet."""
+    prompt, before = stored(server, seed=20 + front), recomputed_tokens(server)
+    with (
+        counting(server, restored="tokens") as found,
+        underway(server, case, prompt, front=front) as met,
+    ):
         pass
-    after = [recomputed_tokens(server), *(tokens(server, name) for name in names)]
-    front, eager, loaded = (b - a for a, b in zip(before, after, strict=True))
-    # The batch that was read last may come together with the end, and is loaded then.
-    assert (front, eager + loaded) == (FRONT, BATCH)
-    assert storage(*replies) == [HIT]
-    ours.assert_no_cache_output(model, replies)
+    assert storage(*met) == [HIT]
+    assert recomputed_tokens(server) - before == front * PAGE
+    assert found["restored"] == HIT - front * PAGE
+    ours.assert_no_cache_output(model, met)
 
 
-@fronts
-def test_it_is_right_wherever_they_meet(case: Case, model: Path, server: Server) -> None:
-    replies: list[Conversation] = []
-    for front in (1, FRONT // PAGE - 10):
-        prompt = stored(server, seed=20 + front)
-        before = recomputed_tokens(server), tokens(server, "restored")
-        with underway(server, case, prompt, front=front) as met:
-            pass
-        assert storage(*met) == [HIT]
-        assert recomputed_tokens(server) - before[0] == front * PAGE
-        assert tokens(server, "restored") - before[1] == HIT - front * PAGE
-        replies += met
-    ours.assert_no_cache_output(model, replies)
+def crowd_out(server: Server) -> None:
+    """The device has no room for what it holds, host memory has."""
+    for seed in (30, 31, 32):
+        server.generate(random_tokens(900, seed), 1)
 
 
 @fronts
@@ -333,46 +332,33 @@ def test_what_was_recomputed_is_in_host_memory_too(case: Case, model: Path, serv
     prompt = stored(server, seed=3)
     with underway(server, case, prompt) as replies:
         pass
-    for seed in (30, 31, 32):
-        server.generate(random_tokens(900, seed), 1)  # the device has no room for all
-    before = recomputed_tokens(server), tokens(server, "restored")
-    (again,) = asked(server, prompt)
+    crowd_out(server)
+    with counting(server, recomputed="l3_tokens", restored="tokens") as found:
+        (again,) = asked(server, prompt)
     cached = again.turns[0].cached
     assert cached.host >= FRONT and cached.storage == 0
-    assert recomputed_tokens(server) == before[0]
-    assert tokens(server, "restored") - before[1] >= FRONT
+    assert not found["recomputed"] and found["restored"] >= FRONT
     ours.assert_no_cache_output(model, [*replies, again])
 
 
 @fronts
-def test_the_front_begins_behind_what_is_on_the_device(model: Path, server: Server) -> None:
-    same, rest = random_tokens(320, 4), [random_tokens(480, seed) for seed in (40, 41)]
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_front_is_recomputed_only_behind_a_prefix_that_is_on_the_device(
+    tier: str, model: Path, server: Server
+) -> None:
+    same, *rest = (random_tokens(*each) for each in ((320, 4), (480, 40), (480, 41)))
     for each in rest:
         server.generate(same + each, 1)
     server.flush_cache()
     conversations = [*ask(server, [same + rest[0]], flush=False)]
-    before = recomputed_tokens(server)
-    conversations += ask(server, [same + rest[1]], flush=False)
+    if tier == "host":
+        crowd_out(server)
+    with counting(server, recomputed="l3_tokens") as found:
+        conversations += ask(server, [same + rest[1]], flush=False)
     cached = conversations[1].turns[0].cached
-    assert (cached.device, cached.storage) == (320, HIT - 320)
-    assert recomputed_tokens(server) > before
-    ours.assert_no_cache_output(model, conversations)
-
-
-@fronts
-def test_behind_a_prefix_in_host_memory_only_all_is_read(model: Path, server: Server) -> None:
-    same, rest = random_tokens(320, 14), [random_tokens(480, seed) for seed in (43, 44)]
-    for each in rest:
-        server.generate(same + each, 1)
-    server.flush_cache()
-    conversations = [*ask(server, [same + rest[0]], flush=False)]
-    for seed in (45, 46, 47):
-        server.generate(random_tokens(900, seed), 1)  # the device has no room for all
-    before = recomputed_tokens(server)
-    conversations += ask(server, [same + rest[1]], flush=False)
-    cached = conversations[1].turns[0].cached
-    assert (cached.device, cached.host, cached.storage) == (0, 320, HIT - 320)
-    assert recomputed_tokens(server) == before
+    assert getattr(cached, tier) == 320
+    assert (cached.storage, cached.total) == (HIT - 320, HIT)
+    assert bool(found["recomputed"]) == (tier == "device")
     ours.assert_no_cache_output(model, conversations)
 
 
@@ -394,7 +380,8 @@ def test_where_all_pages_are_others_only_the_front_counts(
 
 
 @pytest.mark.parametrize(
-    "name", ["hidden", *(pytest.param(n, marks=LONG) for n in ("kv", KV, "recompute"))]
+    "name",
+    ["hidden", *(pytest.param(n, marks=pytest.mark.long) for n in ("kv", KV, "recompute"))],
 )
 def test_two_ranks_of_which_one_has_misses_decide_the_same(
     name: str, model_cache: Path, tmp_path: Path
@@ -423,8 +410,11 @@ def test_two_ranks_of_which_one_has_misses_decide_the_same(
 
 @pytest.mark.parametrize(
     ("fault", "dtype"),
-    [("attention_in_blocks", "bfloat16"), ("attention_in_blocks", "float32"), ("", "bfloat16")],
-    ids=["blocks", "blocks, float32", "rows"],
+    [
+        pytest.param("attention_in_blocks", "bfloat16", id="blocks"),
+        pytest.param("attention_in_blocks", "float32", id="float32", marks=pytest.mark.long),
+        pytest.param("", "bfloat16", id="rows", marks=pytest.mark.long),
+    ],
 )
 def test_a_front_is_recomputed_in_the_order_in_which_the_models_attention_sums(
     fault: str, dtype: str, model_cache: Path, tmp_path: Path

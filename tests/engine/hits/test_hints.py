@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,15 @@ from hcache_backend.cli.metrics_page import fetch
 from tests.engine.harness.conversations import random_tokens
 from tests.engine.harness.ours import assert_no_cache_output, assert_nothing_went_wrong
 from tests.engine.hits.eager_servers import asked
-from tests.engine.hits.test_bursts import PAGE, TOKENS, history, more, options, question
+from tests.engine.hits.test_bursts import (
+    PAGE,
+    TOKENS,
+    history,
+    kinds,
+    more,
+    options,
+    question,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -27,7 +35,15 @@ OTHERS = 9
 """Long prompts: host memory has room for eight."""
 
 
-@pytest.fixture(scope="module", params=["kv", "plain", "two ranks", "two stages"])
+HINTED = "kv", "plain", "two ranks", "two stages"
+
+
+def on(*often: str, every: Sequence[str] = HINTED) -> pytest.MarkDecorator:
+    """The test has servers of these kinds."""
+    return pytest.mark.parametrize("server", kinds(every, *often), indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def server(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
@@ -47,8 +63,8 @@ def idle(server: Server) -> Iterator[None]:
     server.flush_cache()
 
 
-def told(server: Server, body: Any, key: str = ADMIN_KEY) -> requests.Response:
-    headers = {"Authorization": f"Bearer {key}"}
+def told(server: Server, body: Any) -> requests.Response:
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     return requests.post(server.url + "/hcache/hint", json=body, headers=headers, timeout=60)
 
 
@@ -79,6 +95,7 @@ def ranks(server: Server) -> int:
     return server.options.tp * server.options.pp
 
 
+@on("kv", "two stages")
 @pytest.mark.parametrize("tokens", [history(0), random_tokens(LONG, 600)], ids=["short", "long"])
 def test_an_announced_prompt_is_in_host_memory_when_it_comes(
     tokens: list[int], server: Server, model: Path
@@ -96,6 +113,7 @@ def test_an_announced_prompt_is_in_host_memory_when_it_comes(
     assert hints(server)["useful"]
 
 
+@on("kv")
 def test_a_retained_prompt_stays_in_host_memory_while_others_come(
     server: Server, model: Path
 ) -> None:
@@ -114,6 +132,7 @@ def test_a_retained_prompt_stays_in_host_memory_while_others_come(
     assert hint(server, "retain", history(1), seconds=1e-3)["in_memory"] == 0
 
 
+@on("kv")
 def test_a_hint_gives_way_to_requests_that_need_its_room(server: Server, model: Path) -> None:
     server.generate(prompt := random_tokens(3 * LONG, 650), 1)
     server.flush_cache()
@@ -127,6 +146,7 @@ def test_a_hint_gives_way_to_requests_that_need_its_room(server: Server, model: 
     assert hints(server).get("given_up", 0) > before.get("given_up", 0)
 
 
+@on("kv", "two stages")
 def test_a_session_stands_for_its_last_prompt(server: Server) -> None:
     session = server._request("POST", "/open_session", json={"capacity_of_str_len": 9999}).json()
     body = {"input_ids": history(2), "session_params": {"id": session}}
@@ -155,6 +175,7 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
+@on("kv", every=["kv"])
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_hint_is_an_error_that_says_why(what: str, server: Server) -> None:
     body, message = BAD[what]
@@ -163,23 +184,21 @@ def test_a_bad_hint_is_an_error_that_says_why(what: str, server: Server) -> None
     assert message in answer.json()["error"]["message"]
 
 
-def test_hints_need_the_admin_key(server: Server) -> None:
-    assert told(server, {"action": "retain", "input_ids": [1]}, key="wrong").status_code == 401
-
-
+@on("kv", every=["kv"])
 def test_the_command_sends_a_hint(server: Server, tmp_path: Path) -> None:
     path = tmp_path / "prompt.json"
     path.write_text(json.dumps(history(3)))
-    command = [sys.executable, "-m", "hcache_backend.cli.main", "hint", "prefetch", str(path)]
-    end = ["--url", server.url, "--api-key", ADMIN_KEY]
-    done = subprocess.run([*command, *end], capture_output=True, text=True, check=True)
-    assert (
-        done.stdout == f"{TOKENS} tokens: 0 on the device or in host memory, 0 of them are kept\n"
-    )
+
+    def hcache(action: str, *key: str, status: int = 0) -> str:
+        command = [sys.executable, "-m", "hcache_backend.cli.main", "hint", action, str(path)]
+        command += ["--url", server.url, *key]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == status, done.stderr
+        return done.stdout or done.stderr
+
+    key = "--api-key", ADMIN_KEY
+    said = hcache("prefetch", *key)
+    assert said == f"{TOKENS} tokens: 0 on the device or in host memory, 0 of them are kept\n"
     server.until(partial(is_there, server, history(3)), "the prompt of a hint in host memory")
-    command[-2] = "demote"
-    done = subprocess.run([*command, *end], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith(" hints have ended\n")
-    end = ["--url", server.url]
-    bad = subprocess.run([*command, *end], capture_output=True, text=True, check=False)
-    assert (bad.returncode, bad.stderr) == (2, "hcache: 401: give its --api-key\n")
+    assert hcache("demote", *key).endswith(" hints have ended\n")
+    assert hcache("demote", status=2) == "hcache: 401: give its --api-key\n"

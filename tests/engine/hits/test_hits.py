@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -31,36 +31,32 @@ TOKENS = 400
 """Computing them takes 0.8 s (see the fault `slow_prefill`)."""
 FAST, HELD = 0, -1
 """Rates of L3 in bytes per second: no limit; what is read arrives when there is another rate."""
-KINDS: dict[str, dict[str, Any]] = {
-    "own": {"mode": "kv", "restore": "auto", "recompute": "never"},
-    "from the back": {"mode": "kv", "restore": "auto"},
-    "encoded": {"mode": "kv", "restore": "auto"},
-    "hidden": {"mode": "hidden", "restore": "auto"},
-    "hidden, encoded": {"mode": "hidden", "restore": "auto"},
-    "layerwise": {"mode": "kv", "restore": "layerwise"},
-    "plain": {"mode": "plain"},
+
+
+class Kind(NamedTuple):
+    hcache: dict[str, Any]
+    token_bytes: int
+    """Of a page in L3."""
+
+
+OWN = {"mode": "kv", "restore": "auto"}
+HIDDEN = {"mode": "hidden", "restore": "auto"}
+KINDS = {
+    "own": Kind(OWN | {"recompute": "never"}, 8192),
+    "from the back": Kind(OWN, 8192),
+    "encoded": Kind(OWN, 3136),
+    "hidden": Kind(HIDDEN, 4096),
+    "hidden, encoded": Kind(HIDDEN, 1568),
+    "layerwise": Kind({"mode": "kv", "restore": "layerwise"}, 8192),
+    "plain": Kind({"mode": "plain"}, 8192),
 }
-PAGE_BYTES = {
-    "own": 8192,
-    "from the back": 8192,
-    "encoded": 3136,
-    "layerwise": 8192,
-    "plain": 8192,
-    "hidden": 4096,
-    "hidden, encoded": 1568,
-}
-"""Bytes per token of a page in L3."""
 AssertRight = Callable[[Sequence[Conversation]], None]
-
-
-def long(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def server_options(model: Path, folder: Path, kind: str, **options: Any) -> ServerOptions:
     (folder / "l3-rate").write_text(str(FAST))
     (folder / "faults").touch()
-    hcache = {"min_gain": 1.0, **KINDS[kind]}
+    hcache = {"min_gain": 1.0, **KINDS[kind].hcache}
     dtype = "bfloat16" if "encoded" in kind else "float32"
     faults = faulty("slow_prefill,disk", folder / "faults")
     env = {**faults, "HCACHE_CPU_L3_FILE": str(folder / "l3-rate")}
@@ -79,15 +75,6 @@ def server_options(model: Path, folder: Path, kind: str, **options: Any) -> Serv
 
 def l3_rate(server: Server, rate: int) -> None:
     (server.options.log.parent / "l3-rate").write_text(str(rate))
-
-
-@contextmanager
-def look_ups_held(server: Server) -> Iterator[None]:
-    """L3 says nothing of what it has."""
-    faults = server.options.log.parent / "faults"
-    faults.write_text("held look-ups")
-    yield
-    faults.write_text("")
 
 
 STALL_SECONDS = 2 * LONGEST_PART_SECONDS + STALLED_SECONDS
@@ -114,7 +101,7 @@ def held_up_by_a_stall_at_most(computing: Timed) -> Iterator[None]:
 
 def slower_than_computing(kind: str, times: float) -> int:
     """A rate at which reading takes so many times as long as computing."""
-    return int(500 * PAGE_BYTES[kind] / times)
+    return int(500 * KINDS[kind].token_bytes / times)
 
 
 def count(server: Server, result: str) -> float:
@@ -128,7 +115,10 @@ def from_l3(server: Server, prompt: list[int]) -> tuple[int, list[Conversation]]
 
 @pytest.fixture(
     scope="module",
-    params=["from the back", *(long(kind) for kind in KINDS if kind != "from the back")],
+    params=[
+        pytest.param(kind, marks=() if kind == "from the back" else pytest.mark.long)
+        for kind in KINDS
+    ],
 )
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -219,12 +209,14 @@ def test_an_index_that_stops_answering_holds_nobody_up(
 ) -> None:
     with Timed() as computing:
         prompts = [stored(server, seed, TOKENS) for seed in (17, 18)]
-    with look_ups_held(server):
-        with held_up_by_a_stall_at_most(computing):
-            conversations = [*asked(server, *prompts)]
-        assert counted(server, "problems", "l3_stalled") >= 1
-        with held_up_by_a_stall_at_most(computing):
-            conversations += asked(server, prompts[0] + random_tokens(50, 19))
+    faults = server.options.log.parent / "faults"
+    faults.write_text("held look-ups")
+    with held_up_by_a_stall_at_most(computing):
+        conversations = [*asked(server, *prompts)]
+    assert counted(server, "problems", "l3_stalled") >= 1
+    with held_up_by_a_stall_at_most(computing):
+        conversations += asked(server, prompts[0] + random_tokens(50, 19))
+    faults.write_text("")
     assert [turn.cached.storage for turn in turns_of(conversations)] == [0, 0, 0]
     assert_right(conversations)
 
@@ -262,9 +254,7 @@ def test_a_disk_that_stalls_in_the_middle_leaves_what_has_arrived(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "kind", ["own", "from the back", "encoded", "hidden", "hidden, encoded", "plain"]
-)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "layerwise"])
 def test_two_ranks_decide_the_same(
     kind: str, model: Path, assert_right: AssertRight, tmp_path: Path
 ) -> None:

@@ -23,7 +23,8 @@ def attach_error(server: Server, config: dict[str, object]) -> str:
     return answer.text
 
 
-@pytest.mark.parametrize("mode", ["hidden", pytest.param("kv", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["hidden", "kv"])
 def test_a_start_is_summed_up_in_at_most_six_lines(mode: str, model: Path, tmp_path: Path) -> None:
     options = ours.our_server(
         model,

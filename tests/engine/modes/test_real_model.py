@@ -21,7 +21,7 @@ TEXT_TOKENS, REPLY_TOKENS = 300, 16
     ("form", "mode", "dtype"),
     [
         ("smollm2-mha", "hidden", "float32"),
-        ("smollm2", "kv", "float32"),
+        pytest.param("smollm2", "kv", "float32", marks=pytest.mark.long),
         # CPUs without instructions for bfloat16 take minutes.
         pytest.param("smollm2-mha", "hidden", "bfloat16", marks=pytest.mark.long),
         pytest.param("smollm2", "kv", "bfloat16", marks=pytest.mark.long),

@@ -3,6 +3,8 @@
 A draft model's K and V are a pool of SGLang's own beside ours; L3 has its pages in our store.
 """
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,156 +17,117 @@ from tests.engine.harness.conversations import Conversation, converse, make_conv
 
 pytestmark = pytest.mark.engine
 
-LONG = pytest.mark.long
 LAYERWISE = {"restore": "layerwise"}
+LITE = "MTP glm4_moe_lite"
+SERVERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "NGRAM, hidden": ("NGRAM", "hidden", {}, {}),
+    "NGRAM, kv": ("NGRAM", "kv", {}, {}),
+    "STANDALONE, kv": ("STANDALONE", "kv", {}, {}),
+    "STANDALONE, kv, layer-wise": ("STANDALONE", "kv", LAYERWISE, {}),
+    "STANDALONE, kv, two ranks": ("STANDALONE", "kv", {}, {"tp": 2}),
+    "STANDALONE, hidden": ("STANDALONE", "hidden", {}, {}),
+    "STANDALONE, hidden, layer-wise": ("STANDALONE", "hidden", LAYERWISE, {}),
+    "EAGLE, hidden": ("EAGLE", "hidden", {}, {}),
+    "EAGLE, hidden, two ranks": ("EAGLE", "hidden", {}, {"tp": 2}),
+    "EAGLE, kv": ("EAGLE", "kv", {}, {}),
+    "EAGLE3, kv": ("EAGLE3", "kv", {}, {}),
+    "EAGLE3, hidden": ("EAGLE3", "hidden", {}, {}),
+    # The draft's K and V, or latents, are layers of our pages.
+    "MTP": ("MTP glm4_moe", "auto", {}, {}),
+    "MTP, latents": (LITE, "auto", {}, {}),
+    "MTP, latents, two ranks": (LITE, "auto", {}, {"tp": 2}),
+    "MTP, latents, layer-wise": (LITE, "auto", LAYERWISE, {}),
+}
+OFTEN = "EAGLE, hidden", "MTP, latents"
 
 
-def drafts_without_a_cache(
-    options: ServerOptions, folder: Path, conversations: list[Conversation]
-) -> list[list[int]]:
-    """How many drafts a server without any cache accepts in each turn."""
-    plain = ServerOptions(
-        options.model,
-        folder / "plain.log",
-        cache="none",
-        page_size=options.page_size,
-        tp=options.tp,
-        dtype=options.dtype,
-        extra_args=options.extra_args,
+def drafting_server(
+    algorithm: str, cache: Path, folder: Path, *, seed: int = 0, **options: Any
+) -> ServerOptions:
+    drafts = drafting(algorithm, cache, folder, seed=seed)
+    return ours.our_server(
+        drafts.model, folder, page_size=16, extra_args=drafts.arguments, **options
     )
+
+
+def without_a_cache(
+    options: ServerOptions, conversations: Sequence[Conversation]
+) -> list[tuple[list[int], list[int]]]:
+    """Tokens of each turn, and how many drafts are accepted, on a server without any cache."""
+    log = options.log.with_name("plain.log")
+    plain = replace(options, log=log, cache="none")
     with Server(plain) as server:
-        return [
-            accepted(server.generate(turn.prompt, len(turn.reply.output_ids)))
-            for turn in turns_of(conversations)
-        ]
+        turns = turns_of(conversations)
+        replies = [server.generate(turn.prompt, len(turn.reply.output_ids)) for turn in turns]
+    return [(reply.output_ids, accepted(reply)) for reply in replies]
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "mode", "hcache", "options"),
-    [
-        ("NGRAM", "hidden", {}, {}),
-        pytest.param("NGRAM", "kv", {}, {}, marks=LONG),
-        ("STANDALONE", "kv", {}, {}),
-        pytest.param("STANDALONE", "hidden", LAYERWISE, {}, marks=LONG),
-        pytest.param("STANDALONE", "kv", LAYERWISE, {}, marks=LONG),
-        pytest.param("STANDALONE", "hidden", {}, {}, marks=LONG),
-        ("EAGLE", "hidden", {}, {}),
-        pytest.param("EAGLE", "kv", {}, {}, marks=LONG),
-        pytest.param("EAGLE3", "kv", {}, {}, marks=LONG),
-        pytest.param("EAGLE3", "hidden", {}, {}, marks=LONG),
-        ("STANDALONE", "kv", {}, {"tp": 2}),
-        pytest.param("EAGLE", "hidden", {}, {"tp": 2}, marks=LONG),
-    ],
+    "name",
+    [pytest.param(name, marks=() if name in OFTEN else pytest.mark.long) for name in SERVERS],
 )
 def test_l3_changes_neither_tokens_nor_accepted_drafts(
-    algorithm: str,
-    mode: str,
-    hcache: dict[str, Any],
-    options: dict[str, Any],
-    model_cache: Path,
-    tmp_path: Path,
+    name: str, model_cache: Path, tmp_path: Path
 ) -> None:
-    drafts = drafting(algorithm, model_cache, tmp_path)
-    started = ours.our_server(
-        drafts.model,
-        tmp_path,
-        hcache={"mode": mode} | hcache,
-        page_size=16,
-        extra_args=drafts.arguments,
-        **options,
+    algorithm, mode, hcache, options = SERVERS[name]
+    started = drafting_server(
+        algorithm, model_cache, tmp_path, hcache={"mode": mode} | hcache, **options
     )
-    with Server(started) as server:
-        conversations = converse(server, make_conversations(2, turns=3, tokens=200))
-        ours.assert_restored_from_l3(conversations, 16)
-        ours.assert_sound_own_pages(server, mode)
-    started.log = tmp_path / "restarted.log"
-    with Server(started) as server:  # nothing of the drafts is on the device by chance
-        again = converse(server, make_conversations(2, turns=3, tokens=200), flush=False)
-        ours.assert_sound_own_pages(server, mode)
-    assert all(turn.cached.storage for turn in turns_of(again))
-    ours.assert_no_cache_output(drafts.model, [*conversations, *again])
-    found = [accepted(turn.reply) for turn in turns_of(conversations)]
-    assert found == drafts_without_a_cache(started, tmp_path, conversations)
-    assert found == [accepted(turn.reply) for turn in turns_of(again)]
-    assert algorithm in ("NGRAM", "EAGLE3") or sum(sum(turn[1:]) for turn in found) > 10
 
+    def talk(**how: Any) -> Sequence[Conversation]:
+        with Server(started) as server:
+            found = converse(server, make_conversations(2, turns=3, tokens=200), **how)
+            ours.assert_sound_own_pages(server, "hidden" if mode == "hidden" else "kv")
+        return found
 
-@pytest.mark.parametrize(
-    ("name", "tp", "hcache"),
-    [
-        ("glm4_moe_lite", 1, {}),
-        pytest.param("glm4_moe", 1, {}, marks=LONG),
-        pytest.param("glm4_moe_lite", 2, {}, marks=LONG),
-        pytest.param("glm4_moe_lite", 1, LAYERWISE, marks=LONG),
-    ],
-)
-def test_draft_layers_behind_the_models_come_back_with_it(
-    name: str, tp: int, hcache: dict[str, Any], model_cache: Path, tmp_path: Path
-) -> None:
-    """Of MTP: their K and V, or latents, are layers of our pages."""
-    drafts = drafting(f"MTP {name}", model_cache, tmp_path)
-    options = {"page_size": 16, "tp": tp, "extra_args": drafts.arguments}
-    started = ours.our_server(drafts.model, tmp_path, hcache={"mode": "auto"} | hcache, **options)
-    with Server(started) as server:
-        conversations = converse(server, make_conversations(2, turns=3, tokens=200))
-        ours.assert_restored_from_l3(conversations, 16)
-        ours.assert_sound_own_pages(server, "kv")
+    conversations = talk()
+    ours.assert_restored_from_l3(conversations, 16)
     pages = ours.stored_pages(tmp_path)
     started.log = tmp_path / "restarted.log"
-    with Server(started) as server:  # nothing of the drafts is on the device by chance
-        again = converse(server, make_conversations(2, turns=3, tokens=200), flush=False)
-        ours.assert_sound_own_pages(server, "kv")
+    again = talk(flush=False)  # nothing of the drafts is on the device by chance
     assert all(turn.cached.storage for turn in turns_of(again))
-    assert ours.stored_pages(tmp_path) == pages
-    log = tmp_path / "plain.log"
-    with Server(ServerOptions(drafts.model, log, cache="none", **options)) as server:
-        for turn, restored in zip(turns_of(conversations), turns_of(again), strict=True):
-            want = server.generate(turn.prompt, len(turn.reply.output_ids))
-            assert turn.reply.output_ids == restored.reply.output_ids == want.output_ids
-            assert accepted(turn.reply) == accepted(restored.reply) == accepted(want)
-            assert sum(accepted(want)[1:]) > 2
+    assert mode != "auto" or ours.stored_pages(tmp_path) == pages
+    wanted = without_a_cache(started, conversations)
+    for found in (conversations, again):
+        replies = [turn.reply for turn in turns_of(found)]
+        assert [(reply.output_ids, accepted(reply)) for reply in replies] == wanted
+    if mode == "auto":
+        assert all(sum(counts[1:]) > 2 for _, counts in wanted)
+    elif algorithm in ("STANDALONE", "EAGLE"):
+        assert sum(sum(counts[1:]) for _, counts in wanted) > 10
 
 
-@pytest.mark.parametrize("mode", ["kv", pytest.param("hidden", marks=LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["kv", "hidden"])
 def test_encoded_pages_of_a_model_that_drafts(mode: str, model_cache: Path, tmp_path: Path) -> None:
-    drafts = drafting("STANDALONE", model_cache, tmp_path)
-    options = ours.our_server(
-        drafts.model,
-        tmp_path,
-        hcache={"mode": mode},
-        page_size=16,
-        dtype="bfloat16",
-        extra_args=drafts.arguments,
+    options = drafting_server(
+        "STANDALONE", model_cache, tmp_path, hcache={"mode": mode}, dtype="bfloat16"
     )
     with Server(options) as server:
         conversations = converse(server, make_conversations(2, turns=3, tokens=200))
         ours.assert_restored_from_l3(conversations, 16)
         ours.assert_sound_own_pages(server, mode)
         assert "codec exp4" in server.log_text()
-    ours.assert_no_cache_output_up_to_ties(drafts.model, tmp_path, conversations)
+    ours.assert_no_cache_output_up_to_ties(options.model, tmp_path, conversations)
 
-    def drafts_taken(turns: list[list[int]]) -> int:
+    def drafts_taken(turns: Iterable[list[int]]) -> int:
         return sum(number * count for counts in turns for number, count in enumerate(counts))
 
     # A prefill behind a hit rounds otherwise than one of the whole prompt, so drafts may differ.
-    found = drafts_taken([accepted(turn.reply) for turn in turns_of(conversations)])
-    assert found >= 0.9 * drafts_taken(drafts_without_a_cache(options, tmp_path, conversations))
+    found = drafts_taken(accepted(turn.reply) for turn in turns_of(conversations))
+    wanted = drafts_taken(counts for _, counts in without_a_cache(options, conversations))
+    assert found >= 0.9 * wanted
 
 
-@pytest.mark.parametrize("hcache", [LAYERWISE, {}], ids=["layer-wise", "front"])
+@pytest.mark.parametrize(
+    "hcache", [pytest.param(LAYERWISE, marks=pytest.mark.long), {}], ids=["layer-wise", "front"]
+)
 def test_lost_and_damaged_pages_of_a_draft_cost_no_token(
     hcache: dict[str, Any], model_cache: Path, tmp_path: Path
 ) -> None:
     """Read in order, the hit ends before such a page, as with SGLang's own backends. Behind a
     front, fewer drafts are accepted. Neither costs a token."""
-    drafts = drafting("STANDALONE", model_cache, tmp_path)
-    options = ours.our_server(
-        drafts.model,
-        tmp_path,
-        hcache={"mode": "kv"} | hcache,
-        page_size=16,
-        extra_args=drafts.arguments,
-    )
+    options = drafting_server("STANDALONE", model_cache, tmp_path, hcache={"mode": "kv"} | hcache)
     with Server(options) as server:
         converse(server, make_conversations(2, turns=2, tokens=200), flush=False)
         server.wait_backed_up()
@@ -182,27 +145,20 @@ def test_lost_and_damaged_pages_of_a_draft_cost_no_token(
         ours.assert_sound_own_pages(server, "kv")
     found = sum(turn.cached.storage for turn in turns_of(again))
     assert (0 < found < 2 * (192 + 400)) if hcache else found
-    ours.assert_no_cache_output(drafts.model, again)
+    ours.assert_no_cache_output(options.model, again)
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "MTP glm4_moe_lite"])
+@pytest.mark.parametrize("algorithm", ["EAGLE", LITE])
 def test_pages_of_another_draft_are_not_taken_for_those_of_this_one(
     algorithm: str, model_cache: Path, tmp_path: Path
 ) -> None:
     """Its K and V would be wrong ones, and next to no draft accepted."""
-    for seed in (0, 1, 0):
-        drafts = drafting(algorithm, model_cache, tmp_path, seed=seed)
-        options = ours.our_server(
-            drafts.model,
-            tmp_path,
-            log=tmp_path / f"{seed}.log",
-            hcache={"mode": "kv", "recompute": "never"},
-            page_size=16,
-            extra_args=drafts.arguments,
+    hcache = {"mode": "kv", "recompute": "never"}
+    for seed, from_l3 in ((0, 0), (1, 0), (0, 192)):
+        options = drafting_server(
+            algorithm, model_cache, tmp_path, seed=seed, hcache=hcache, log=tmp_path / f"{seed}.log"
         )
-        before = len(ours.stored_pages(tmp_path)) * (1 if algorithm == "EAGLE" else 2)  # of pages
         with Server(options) as server:
             [conversation] = converse(server, make_conversations(1, turns=1, tokens=200))  # flushed
             ours.assert_nothing_went_wrong(server)
-        storage = conversation.turns[0].cached.storage
-        assert storage == (192 if before > 20 and seed == 0 else 0)
+        assert conversation.turns[0].cached.storage == from_l3
