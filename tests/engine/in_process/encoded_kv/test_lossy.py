@@ -1,13 +1,10 @@
 """K and V that are stored by a lossy codec: what comes back, and what is checked."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from hcache_kernels.codecs.scaled import Int8
 from tests.engine.in_process.encoded_kv.test_start import tried
-from tests.kit.host import LAYERS, PAGE, WRONG, Host, bits, checked, compare_all, kv_pool, slots_of
+from tests.kit.host import LAYERS, PAGE, Host, bits, checked, compare_all, kv_pool, slots_of
 
 KINDS = [(codec, dtype) for codec in ("int8", "fp8") for dtype in (torch.bfloat16, torch.float16)]
 
@@ -38,44 +35,6 @@ def test_pages_come_back_as_the_reference_decodes_them_and_pass_the_checks(
     compare_all(checks)
     assert not checks._waiting
     assert lost == [] and server.lost(host) == [False, False]
-
-
-def test_a_page_that_was_restored_is_backed_up_to_the_same_bytes() -> None:
-    server = Host(codec="int8")
-    first = server.backed_up(2)
-    server.load(first, 6)
-    second = server.backed_up(6)
-    pages = [server.pool.kv_buffer[int(server.pool.page_ids(host)[0])] for host in (first, second)]
-    start = server.pool.page_layout.header_bytes
-    assert torch.equal(pages[0][start:], pages[1][start:])
-
-
-@pytest.mark.parametrize(("codec", "dtype"), KINDS)
-def test_a_page_with_values_that_are_not_finite_is_lost(codec: str, dtype: torch.dtype) -> None:
-    server = Host(codec=codec, dtype=dtype)
-    checks, lost = checked(server)
-    server.device.k_buffer[1][slots_of(2)[3], 1, 4] = float("nan")
-    server.device.v_buffer[0][slots_of(2)[7], 0, 2] = float("-inf")
-    assert server.lost(server.backed_up(2, 3)) == [True, False]
-    compare_all(checks)
-    assert lost == []
-
-
-def test_an_encoder_that_loses_more_than_it_says_fails_the_check_in_service(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Though it encodes the pool to the same page again."""
-    server = Host(codec="int8")
-    checks, lost = checked(server)
-    encode = Int8.encode_units
-
-    def coarse(self: Any, units: torch.Tensor) -> Any:
-        return encode(self, (units.view(torch.int16) & ~0x7F).view(torch.bfloat16))
-
-    monkeypatch.setattr(Int8, "encode_units", coarse)
-    server.backed_up(2)
-    compare_all(checks)
-    assert lost == [WRONG.format(0)]
 
 
 @pytest.mark.parametrize(("codec", "used"), [("int8", "none"), ("fp8", "fp8"), ("exp4", "exp4")])

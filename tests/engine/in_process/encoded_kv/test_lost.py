@@ -1,7 +1,7 @@
 """Pages of which nobody has the layers: loads recompute them, ranks agree, and L3 gets none."""
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,31 +12,21 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
 from hcache_backend import metrics
-from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.format.page import PageLayout, hidden_layer
-from hcache_backend.format.units import WHOLE
-from hcache_backend.host.loads import LoadQueue, QueuedLoad
-from hcache_backend.host.segments import KVSegments
-from hcache_backend.plan.restore import Partition, Restore
+from hcache_backend.host.loads import QueuedLoad
 from hcache_backend.prefetch.eager_loads import EagerLoads
-from hcache_backend.restore.layers import RestoredLayer
-from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.sglang import controller as controllers
 from hcache_backend.sglang.controller import OwnPagesController
-from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.streams import Stream, WorkerStream, current_stream
 from tests.engine.in_process.encoded_kv.test_service import saved
+from tests.engine.in_process.pools.test_host_pool import new_pool
 from tests.engine.in_process.test_backups import Checks, Pages
 from tests.kit.host import (
-    DEVICE_PAGES,
-    HOST_PAGES,
     LAYERS,
     PAGE,
     Host,
     bare_controller,
     bits,
-    kv_pool,
     make_unfit,
     slots_of,
 )
@@ -189,78 +179,31 @@ def test_ranks_agree_how_much_of_a_recomputed_page_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows of the second page do not fit on one rank; a page that is prepared is there anyway."""
-    servers = [Rows(), Rows()]
     monkeypatch.setattr(controllers, "smallest", Ranks(2).smallest)
     made: list[Any] = []
     prepared = np.array([False, False, False])
-    for rank, server in enumerate(servers):
-        pages, tokens = np.arange(3), np.arange(3 * PAGE)
-        server.pool.arena.recomputed(pages, tokens, tokens)
-        server.pool.arena.arrived(pages, np.array([True, rank == 1, True]))
+    for rank in range(2):
+        pool, pages, tokens = new_pool(keeps_unfit=True), np.arange(3), np.arange(3 * PAGE)
+        pool.arena.recomputed(pages, tokens, tokens)
+        pool.arena.arrived(pages, np.array([True, rank == 1, True]))
         restores = SimpleNamespace(prepared=lambda pages: prepared, failed=lambda pages: False)
         eager = SimpleNamespace(restores=restores)
-        one = bare_controller(server.pool, Planned(), tp_group=rank, eager=eager)
-        made.append(one)
+        made.append(bare_controller(pool, Planned(), tp_group=rank, eager=eager))
     assert asked_on_all_ranks(made, 3) == 2 * [[0, LAYERS, 0]]
     prepared[1] = True
     assert asked_on_all_ranks(made, 3) == 2 * [[0, 0, 0]]
 
 
-def test_a_recomputed_page_that_fails_in_rows_and_in_units_counts_once(
-    counted: dict[str, int],
-) -> None:
-    server, host_pages = Host(), np.array([0, 1])
-    make_unfit(server.device, 1, 0)
-    fits = torch.tensor([False, True])
-    rows: Any = SimpleNamespace(save=lambda pages: fits)
-    server.pool.save_recomputed(host_pages, slots_of(1, 2), rows)
-    server.pool.settle()
-    assert counted["not_encodable"] == PAGE
-
-
-def test_rows_that_do_not_fit_are_recomputed_whole_behind_what_is_before_them(
-    counted: dict[str, int],
-) -> None:
-    """Each time to other slots, and what was on the device is gone."""
-    server = Rows()
-    wanted = server.forward(1, 2, 3, unfit=[2])
-    model = Model(server.device)
-    server.loads._recomputer = model  # type: ignore[assignment]
-    for source, target in (((1, 2, 3), (6, 5, 4)), ((6, 5, 4), (3, 2, 1))):
-        host = server.back_up(*source)
-        host_pages = server.pool.page_ids(host)
-        assert (server.pool.arena.depth(host_pages) > 0).tolist() == [False, True, False]
-        for buffer in (*server.device.k_buffer, *server.device.v_buffer):
-            buffer.zero_()
-        assert torch.equal(server.load(host, *target), wanted)
-        server.pool.free(host)  # as write_back does: the tokens are on the device only
-    assert model.tokens == 2 * [*range(PAGE, 2 * PAGE)]
-    assert counted["recomputed_at_load"] == 2 * PAGE
-
-
 @pytest.fixture
-def device() -> Iterator[WorkerStream]:
-    stream = WorkerStream("test-device")
-    with stream.as_current():
-        yield stream
-
-
-def test_of_a_server_whose_rows_do_not_fit_and_are_not_kept_nothing_is_backed_up() -> None:
-    machine = Machine(is_view=False)
-    assert machine.forward(slots(1), rows=_unfit_rows())
-    machine.settle()
-    assert machine.arena.problem(np.array(slots(1))) == "rows not encodable"
+def machine() -> Iterator[Machine]:
+    with WorkerStream("test-device").as_current():
+        yield Machine(is_view=False, keeps_unfit=True)
 
 
 def _unfit_rows() -> torch.Tensor:
     rows = torch.randn(small.LAYERS, small.SIZE, small.WIDTH)
     rows[1, 2, 0] = torch.nan
     return rows
-
-
-@pytest.fixture
-def machine(device: WorkerStream) -> Machine:
-    return Machine(is_view=False, keeps_unfit=True)
 
 
 def test_an_unfit_page_is_backed_up_as_one_that_loads_recompute(
@@ -290,104 +233,19 @@ def test_the_check_in_service_says_nothing_of_an_unfit_page(
     assert runtime.quarantine is not None
 
 
-class Rows:
-    """Pages of hidden states from a forward pass to K and V in other slots: K is twice a row of
-    these, V three times, but where a row begins with a NaN, which the codec does not hold."""
-
-    def __init__(self) -> None:
-        codec = small.PickyCodec.of_rows(small.WIDTH, torch.float32)
-        layout = PageLayout(PAGE, (hidden_layer(PAGE, codec.row_bytes, small.WIDTH),) * LAYERS)
-        self.device = kv_pool(1, small.WIDTH, dtype=torch.float32)
-        self.pool = OwnPagesPool(
-            self.device,
-            PAGE,
-            "page_first",
-            page_layout=layout,
-            pages=HostPages(HOST_PAGES, DEVICE_PAGES + 1),
-            kv=KVSegments(self.device, (), PAGE, WHOLE, 1),
-            keeps_unfit=True,
-            stamp=lambda page: layout.stamp(page, small.NAMESPACE, small.WRITER),
-            pin_memory=False,
-            allocator_type="default",
-        )
-        arena, memory = self.pool.arena, self.pool.kv_buffer
-        staging = Staging(LAYERS, small.WIDTH, torch.float32, 8 * PAGE, "cpu")
-        self.capture = StagedCapture(arena, memory, staging, range(LAYERS), codec)
-
-        def restored(layer: int) -> RestoredLayer:
-            def fill(segments: torch.Tensor, _: torch.Tensor, slots: torch.Tensor) -> None:
-                self.write(layer, slots, codec.decode(segments.view(-1, codec.row_bytes)))
-
-            return RestoredLayer("hidden", fill)
-
-        pipeline = RestorePipeline(memory, layout, [*map(restored, range(LAYERS))], 8 * PAGE, "cpu")
-        methods = Restore(None, None, Partition(0, LAYERS, 0), chunk_tokens=8 * PAGE)
-        self.loads = LoadQueue(arena, pipeline, methods, None, "cpu")
-        self.pool.use(self.loads, self.capture)
-
-    def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        for times, planes in ((2, self.device.k_buffer), (3, self.device.v_buffer)):
-            planes[layer][slots, 0] = rows * times
-
-    def forward(self, *pages: int, unfit: Collection[int]) -> torch.Tensor:
-        """Fill device pages, of which ``unfit`` have a row that is not to be encoded; what they
-        hold."""
-        slots, capture = slots_of(*pages), self.capture
-        positions = torch.arange(len(slots))
-        capture.ledger.pass_begins()
-        step = capture.begin(slots, positions, positions)
-        assert step is not None
-        for layer in range(LAYERS):
-            rows = torch.randn(len(slots), small.WIDTH)
-            self.write(layer, slots, rows)
-            if layer == 1:
-                rows[[pages.index(page) * PAGE + 5 for page in unfit], 0] = torch.nan
-            capture.take(layer, rows)
-        assert capture.end(step, replayed=False)
-        return self.bits(*pages)
-
-    def bits(self, *pages: int) -> torch.Tensor:
-        buffers = (*self.device.k_buffer, *self.device.v_buffer)
-        return torch.stack([buffer[slots_of(*pages)].view(torch.int32) for buffer in buffers])
-
-    def back_up(self, *pages: int) -> torch.Tensor:
-        host, where = self.pool.alloc(PAGE * len(pages)), slots_of(*pages)
-        assert host is not None
-        self.capture.ledger.settle()
-        assert self.pool.arena.problem(where.numpy()) is None
-        self.capture.back_up(where.numpy(), self.pool.page_ids(host))
-        self.pool.backup_from_device_all_layer(self.device, host, where, "kernel")
-        self.capture.transfers().synchronize()
-        self.capture.ledger.settle(wait=False)
-        return host
-
-    def load(self, host: torch.Tensor, *pages: int) -> torch.Tensor:
-        host_pages, slots = self.pool.page_ids(host), slots_of(*pages)
-        depths = (self.pool.arena.depth(host_pages) > 0).astype(np.int64)
-        start = torch.empty(0, dtype=torch.int64)
-        planned = self.loads.plan(host_pages, depths, lambda: start)
-        assert planned is not None
-        self.loads.add(planned, slots)
-        self.capture.ledger.loaded(slots, host_pages)
-        for layer in range(LAYERS):
-            self.pool.load_to_device_per_layer(self.device, host, slots, layer, "kernel")
-        return self.bits(*pages)
-
-
 KEYS = [f"{i:064x}" for i in range(8)]
 
 
 class Server(Host):
-    """A host pool whose nodes are written to L3.
+    """A host pool whose nodes are written to L3; device page 2 does not fit.
 
     Attributes:
-        written: Keys of the pages that went there, node by node.
-        operations: What SGLang was given for each.
+        operations: What SGLang was given for each node.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        self.written: list[list[str]] = []
+        make_unfit(self.device, 2, 0)
         self.operations: list[Any] = []
         self.problems: list[str] = []
         monkeypatch.setattr(metrics.PROBLEMS, "count", self.problems.append)
@@ -402,7 +260,6 @@ class Server(Host):
 
     def _write(self, operation: Any) -> None:
         self.operations.append(operation)
-        self.written.append(operation.hash_value)
 
     def to_l3(self, first: int, *pages: int, others: Sequence[PoolTransfer] = ()) -> torch.Tensor:
         """Back up device pages as the node whose first page is the ``first`` of a conversation, and
@@ -419,22 +276,14 @@ class Server(Host):
         return host
 
 
-def test_a_node_goes_to_l3_up_to_the_first_page_that_is_lost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A look-up would get no further."""
-    server = Server(monkeypatch)
-    make_unfit(server.device, 2, 0)
-    server.to_l3(0, 1)
-    server.to_l3(1, 3, 2, 4)
-    assert server.written == [KEYS[:1], KEYS[1:2]]
-    assert server.problems == ["page_with_lost_layers"]
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    return Server(monkeypatch)
 
 
-def test_states_behind_a_page_that_is_lost_do_not_go_to_l3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor do windows. SGLang gives pools that have a page for each of ours the same keys."""
-    server = Server(monkeypatch)
-    make_unfit(server.device, 2, 0)
+def test_a_node_goes_to_l3_up_to_the_first_page_that_is_lost(server: Server) -> None:
+    """A look-up would get no further. Of other pools, states and windows behind it do not go
+    either. SGLang gives pools that have a page for each of ours the same keys."""
     state = PoolTransfer(PoolName.MAMBA, host_indices=torch.zeros(1), keys=KEYS[2:3])
     window = PoolTransfer(PoolName.SWA, host_indices=torch.zeros(2 * PAGE), keys=KEYS[1:3])
     draft = PoolTransfer(PoolName.DRAFT, indices_from_pool=PoolName.KV)
@@ -445,21 +294,22 @@ def test_states_behind_a_page_that_is_lost_do_not_go_to_l3(monkeypatch: pytest.M
     assert (whole.pool_transfers, len(whole.host_indices)) == (others, 3 * PAGE)
     assert (cut.pool_transfers, cut.hash_value) == ([draft], KEYS[3:4])
     assert torch.equal(cut.host_indices, host[:PAGE])
+    assert server.problems == ["page_with_lost_layers"]
 
 
-def test_what_is_lost_is_known_before_a_node_goes_to_l3(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server(monkeypatch)
+def test_what_is_lost_is_known_before_a_node_goes_to_l3(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.controller.eager = None
-    make_unfit(server.device, 2, 0)
     host = server.back_up(2)
     monkeypatch.setattr(HybridCacheController, "write_storage", lambda _, host: server.lost(host))
     assert server.controller.write_storage(host) == [True]
 
 
-def test_what_is_lost_of_recomputed_pages_is_known_before_a_page_goes_to_l3() -> None:
+def test_what_is_lost_of_recomputed_pages_is_known_before_a_page_goes_to_l3(
+    server: Server,
+) -> None:
     """L3 would have it for ever: HiCache may write a node before the scheduler's next turn."""
-    server = Host()
-    make_unfit(server.device, 2, 0)
     host = saved(server, 2)
     eager: Any = object.__new__(EagerLoads)
     eager._pool, eager.restores = server.pool, SimpleNamespace(until_saved=lambda pages: None)

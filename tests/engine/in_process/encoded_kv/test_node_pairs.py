@@ -2,8 +2,7 @@
 
 import itertools
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +21,11 @@ from hcache_backend.streams import CallerStream, Stream
 from tests.engine.in_process.encoded_kv.test_pairs import LAYERS, plan_of
 from tests.kit.host import PAGE, bare_controller, slots_of
 from tests.kit.ranks import Ranks, together
-from tests.kit.turns import answered, turn_of
+from tests.kit.turns import Reduce, alone, answered, turn_of
 
 START = ((4, 5, "fp8"),)
 """The pairs of the start."""
+MERGED, OTHER = ((1, 4, "merged"),), ((0, 2, "merged"),)
 
 
 class Tree:
@@ -62,32 +62,36 @@ def far(distances: dict[tuple[int, int], float], rows: int = 10) -> PairSums:
 
 
 class Model:
-    """Whose layers differ so in a sequence of some length; it may fail.
+    """Whose layers differ so in a sequence of some length, by default 1 and 4 least of 40 tokens.
 
     Attributes:
         asked: The last tokens, and how many there are.
-        query: Whether answers have arrived.
+        fails: In "probe" or "measure", the result of which one waits for; "": it does not.
+        arrived: Whether answers have.
     """
 
-    def __init__(self, sums: dict[int, PairSums]) -> None:
+    def __init__(self, sums: dict[int, PairSums] | None = None) -> None:
+        self.sums = sums or {40: far({(1, 4): 0.1})}
         self.asked: list[tuple[list[int], int]] = []
-        self.sums = sums
-        self.broken = self.broken_measure = False
+        self.fails = ""
         self.arrived = True
 
     def stream(self) -> Stream:
         return Forwards(self)
 
     def probe(self, layers: int, ids: Any, keys: torch.Tensor) -> Callable[[], PairSums]:
-        if self.broken:
-            raise RuntimeError("no memory")
+        self.may_fail("probe")
         self.asked.append((ids.tolist(), len(keys)))
-        return partial(self.measure, self.sums[len(keys)])
 
-    def measure(self, found: PairSums) -> PairSums:
-        if self.broken_measure:
+        def measure() -> PairSums:
+            self.may_fail("measure")
+            return self.sums[len(keys)]
+
+        return measure
+
+    def may_fail(self, at: str) -> None:
+        if self.fails == at:
             raise RuntimeError("no memory")
-        return found
 
 
 class Forwards(CallerStream):
@@ -100,8 +104,8 @@ class Forwards(CallerStream):
         return SimpleNamespace(query=lambda: self._model.arrived, synchronize=lambda: None)
 
 
-def node_pairs(model: Any, group: Any = None, *, gamma: float = 0.5, ranks: int = 1) -> NodePairs:
-    plan = plan_of(KrulOption(error=2, ratio=0.34, gamma=gamma))
+def node_pairs(model: Any, group: Any = None, *, ranks: int = 1) -> NodePairs:
+    plan = plan_of(KrulOption(error=2, ratio=0.34, gamma=0.5))
     plugin: Any = plan.plugin
     layout = plugin.settle(plan.kv, plan.layout, slots_of(1, 2, 3), None)
     pairs: NodePairs = plugin.backups(model, layout, group, ranks)
@@ -118,19 +122,22 @@ def ready(pairs: NodePairs) -> list[tuple[CodedPair, ...]]:
     return [layout.pairs for layout in iter(pairs.next, None)]
 
 
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What metrics were told of pairs."""
-    found: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(metrics.PAIRS, "count", lambda code: found.append(("pair", code)))
-    observe: Callable[..., None] = lambda code, far: found.append(("far", code, round(far, 3)))  # noqa: E731
-    monkeypatch.setattr(metrics.PAIR_DISTANCES, "observe", observe)
-    return found
+def chosen(
+    pairs: NodePairs, tree: Tree | None = None, node: int = 0, reduce: Reduce = alone
+) -> list[tuple[CodedPair, ...]]:
+    """The pairs of the nodes that wait no more once a node has been asked and has answered."""
+    pairs.ask(tree or Tree(40), [node])
+    assert answered(pairs, reduce)
+    return ready(pairs)
 
 
 def test_each_node_has_the_pairs_of_the_layers_that_attend_alike_at_its_end(
-    counted: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    counted: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(metrics.PAIRS, "count", lambda code: counted.append(("pair", code)))
+    observe: Callable[..., None] = lambda code, far: counted.append(("far", code, round(far, 3)))  # noqa: E731
+    monkeypatch.setattr(metrics.PAIR_DISTANCES, "observe", observe)
     model = Model({40: far({(1, 4): 0.1}), 60: far({(0, 2): 0.1})})
     pairs = node_pairs(model)
     pairs.ask(Tree(40), [0])
@@ -140,7 +147,7 @@ def test_each_node_has_the_pairs_of_the_layers_that_attend_alike_at_its_end(
     pairs.ask(Tree(60), [0])
     assert answered(pairs)
     pairs.ask(None, [1])
-    assert ready(pairs) == [((0, 2, "merged"),), START]
+    assert ready(pairs) == [OTHER, START]
     # The last tokens of the node, which see all tokens before them.
     assert model.asked == [([*range(8, 40)], 40), ([*range(28, 60)], 60)]
     assert counted == [
@@ -171,50 +178,37 @@ def test_what_was_found_of_a_prompt_is_added_to_what_is_found_of_its_reply() -> 
     """The prompt's layers 1 and 4 are close; in the reply 0 and 2 are, by little."""
     prompt, reply = far({(1, 4): 0.1, (0, 2): 5.0}), far({(1, 4): 1.1, (0, 2): 1.0})
     pairs, tree = node_pairs(Model({40: prompt, 100: reply})), Tree(40, 60)
-    for node in (0, 1):
-        pairs.ask(tree, [node])
-        assert answered(pairs)
-        assert ready(pairs) == [((1, 4, "merged"),)]
-    alone = node_pairs(Model({100: reply}))
-    alone.ask(tree, [1])  # what is before it came back from L3, say
-    assert answered(alone) and ready(alone) == [((0, 2, "merged"),)]
+    assert [chosen(pairs, tree, node) for node in (0, 1)] == [[MERGED], [MERGED]]
+    # What is before the reply came back from L3, say.
+    assert chosen(node_pairs(Model({100: reply})), tree, 1) == [OTHER]
     pairs.forget()
-    pairs.ask(tree, [1])
-    assert answered(pairs) and ready(pairs) == [((0, 2, "merged"),)]
+    assert chosen(pairs, tree, 1) == [OTHER]
 
 
 def test_few_sums_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_KNOWN", 2)
     pairs, tree = node_pairs(Model({40 * n: far({}) for n in (1, 2, 3)})), Tree(40, 40, 40)
     for node in range(3):
-        pairs.ask(tree, [node])
-        assert answered(pairs) and len(ready(pairs)) == 1
+        assert len(chosen(pairs, tree, node)) == 1
     assert [*pairs._sums] == ["page 1", "page 2"]
     assert (pairs._sums["page 2"][0] == 30).all()
-
-
-def test_layers_that_look_elsewhere_are_not_merged(counted: list[tuple[Any, ...]]) -> None:
-    pairs = node_pairs(Model({40: far({(1, 4): 0.1})}), gamma=0.95)
-    pairs.ask(Tree(40), [0])
-    assert answered(pairs) and ready(pairs) == [START]
-    assert counted == [("far", "fp8", 0.949), ("pair", "fp8")]
 
 
 def test_without_a_tree_or_a_model_that_runs_the_pairs_are_those_of_the_start(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = Model({40: far({(1, 4): 0.1})})
+    model = Model()
     pairs = node_pairs(model)
     pairs.ask(None, [0])
     pairs.ask(Tree(), [3])  # a node that SGLang does not know
-    model.broken = True
+    model.fails = "probe"
     pairs.ask(Tree(40), [0])
     pairs.ask(Tree(40), [0])
     assert ready(pairs) == [START] * 2
     with caplog.at_level("ERROR", "hcache"):
         assert answered(pairs)
     assert "attention could not be observed" in caplog.text and "no memory" in caplog.text
-    model.broken = False
+    model.fails = ""
     pairs.ask(Tree(40), [0])
     assert ready(pairs) == [START] * 3
     assert model.asked == []
@@ -222,9 +216,9 @@ def test_without_a_tree_or_a_model_that_runs_the_pairs_are_those_of_the_start(
 
 def test_with_other_ranks_a_model_that_fails_ends_the_server() -> None:
     """They wait for it in collectives of the model, and would take part in others instead."""
-    model = Model({40: far({(1, 4): 0.1})})
+    model = Model()
     pairs = node_pairs(model, ranks=2)
-    model.broken = True
+    model.fails = "probe"
     with pytest.raises(RuntimeError, match="no memory"):
         pairs.ask(Tree(40), [0])
 
@@ -233,67 +227,52 @@ def test_with_other_ranks_a_model_that_fails_ends_the_server() -> None:
 def test_with_other_ranks_an_answer_may_lack(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is behind its last collective when it is measured. Memory is asked for before the
     model runs on any rank."""
-    model = Model({40: far({(1, 4): 0.1})})
+    model = Model()
     pairs = node_pairs(model, ranks=2)
 
     def none(*_: Any) -> torch.Tensor:
         raise RuntimeError("no memory")
 
-    model.broken_measure = lacks == "a measurement"
     if lacks == "memory":
         monkeypatch.setattr(module, "host_tensor", none)
-    pairs.ask(Tree(40), [0])
-    assert answered(pairs) and ready(pairs) == [START]
-    assert bool(model.asked) == model.broken_measure
+    else:
+        model.fails = "measure"
+    assert chosen(pairs) == [START]
+    assert bool(model.asked) == (lacks == "a measurement")
 
 
-def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    """They agree on pairs of layers."""
-    ranks = Ranks(2)
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    """Two, which agree on pairs of layers."""
+    found = Ranks(2)
     for name in ("smallest", "sum_of_all_ranks"):
-        monkeypatch.setattr(module, name, getattr(ranks, name))
-    return ranks
+        monkeypatch.setattr(module, name, getattr(found, name))
+    return found
 
 
-def test_ranks_whose_heads_prefer_other_pairs_make_one_choice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_whose_heads_prefer_other_pairs_make_one_choice(ranks: Ranks) -> None:
     own = [
         far({(1, 4): 0.1, (0, 2): 5.0, (3, 5): 2.0}),
         far({(0, 2): 0.1, (1, 4): 6.0, (3, 5): 2.0}),
     ]
-    single = []
-    for sums in own:
-        pairs = node_pairs(Model({40: sums}))
-        pairs.ask(Tree(40), [0])
-        assert answered(pairs)
-        single += ready(pairs)
-    assert single == [((1, 4, "merged"),), ((0, 2, "merged"),)]
     every = [node_pairs(Model({40: sums}), rank, ranks=2) for rank, sums in enumerate(own)]
-    ranks = two_ranks(monkeypatch)
-
-    def choose(pairs: NodePairs) -> list[tuple[CodedPair, ...]]:
-        pairs.ask(Tree(40), [0])
-        assert answered(pairs, ranks.reduce(pairs._group))
-        return ready(pairs)
-
-    first, second = together(choose, every)
-    assert first == second == [((3, 5, "merged"),)]
+    found = together(lambda one: chosen(one, reduce=ranks.reduce(one._group)), every)
+    assert found == 2 * [[((3, 5, "merged"),)]]
 
 
-@pytest.mark.parametrize("broken", ["broken_measure", "arrived"])
-def test_what_one_rank_lacks_no_rank_has(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    models = [Model({40: far({(1, 4): 0.1})}) for _ in range(2)]
+@pytest.mark.parametrize("lacks", ["a measurement", "an answer"])
+def test_what_one_rank_lacks_no_rank_has(lacks: str, ranks: Ranks) -> None:
+    models = [Model(), Model()]
     every = [node_pairs(model, rank, ranks=2) for rank, model in enumerate(models)]
-    ranks = two_ranks(monkeypatch)
-    setattr(models[1], broken, broken == "broken_measure")
+    models[1].fails = "measure" if lacks == "a measurement" else ""
+    models[1].arrived = lacks == "a measurement"
 
     def choose(pairs: NodePairs) -> tuple[bool, list[tuple[CodedPair, ...]]]:
         pairs.ask(Tree(40), [0])
         return answered(pairs, ranks.reduce(pairs._group)), ready(pairs)
 
-    first, second = together(choose, every)
-    assert first == second == ((True, [START]) if broken == "broken_measure" else (False, []))
+    expected = (True, [START]) if lacks == "a measurement" else (False, [])
+    assert together(choose, every) == 2 * [expected]
 
 
 class Backups:
@@ -346,19 +325,19 @@ class Backups:
 
 
 @pytest.fixture
-def backups(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Model], Backups]]:
-    yield lambda model: Backups(model, monkeypatch)
+def model() -> Model:
+    return Model()
 
 
-MERGED = ((1, 4, "merged"),)
+@pytest.fixture
+def server(model: Model, monkeypatch: pytest.MonkeyPatch) -> Backups:
+    return Backups(model, monkeypatch)
 
 
 def test_backups_wait_for_the_answer_and_are_launched_in_order(
-    backups: Callable[[Model], Backups],
+    model: Model, server: Backups
 ) -> None:
-    model = Model({40: far({(1, 4): 0.1})})
     model.arrived = False
-    server = backups(model)
     server.write("A", 0)
     server.tree = None
     server.write("B", 1)  # its pairs are those of the start
@@ -372,18 +351,14 @@ def test_backups_wait_for_the_answer_and_are_launched_in_order(
     assert server.controller.write_queue == []
 
 
-def test_write_backs_do_not_wait(backups: Callable[[Model], Backups]) -> None:
-    model = Model({40: far({(1, 4): 0.1})})
-    server = backups(model)
+def test_write_backs_do_not_wait(model: Model, server: Backups) -> None:
     server.controller.write_policy = "write_back"
     server.write("A", 0)
     assert server.launched == [("A", START)] and model.asked == []
 
 
-def test_backups_that_were_dropped_are_forgotten(backups: Callable[[Model], Backups]) -> None:
-    model = Model({40: far({(1, 4): 0.1})})
+def test_backups_that_were_dropped_are_forgotten(model: Model, server: Backups) -> None:
     model.arrived = False
-    server = backups(model)
     server.write("A", 0)
     server.controller.reset()
     server.write("B", 0)

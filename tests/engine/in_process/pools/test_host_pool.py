@@ -1,4 +1,4 @@
-"""Our host pool under SGLang's own base class: logical indices and their memory; K and V in fp8."""
+"""Our host pool under SGLang's own base class: logical indices and their memory."""
 
 import re
 import threading
@@ -12,7 +12,6 @@ import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.pool_host import common as pool_host_common
 
 from hcache_backend import streams
@@ -47,7 +46,7 @@ def device_pool(pages: int = 8) -> Any:
     return kv_pool(1, WIDTH, dtype=torch.float32, pages=pages)
 
 
-def new_pool(*, pin_memory: bool = False) -> OwnPagesPool:
+def new_pool(**options: bool) -> OwnPagesPool:
     device = device_pool()
     return OwnPagesPool(
         device,
@@ -57,8 +56,8 @@ def new_pool(*, pin_memory: bool = False) -> OwnPagesPool:
         pages=HostPages(host=6, shadows=9),
         kv=KVSegments(device, (), PAGE, WHOLE, 1),
         stamp=lambda page: LAYOUT.stamp(page, b"n" * 16, b"w" * 8),
-        pin_memory=pin_memory,
         allocator_type="default",
+        **{"pin_memory": False, **options},
     )
 
 
@@ -242,15 +241,6 @@ def staging(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Staging]:
     return take
 
 
-def test_staging_holds_the_largest_graph_two_decode_steps_or_two_layers_of_prefill(
-    staging: Callable[..., Staging],
-) -> None:
-    with streams.through(Gpu(4 * Staging.bytes_for(32, CODEC.row_bytes, 8192))):
-        assert staging(8192, 32, requests=64).capacity == 512
-        assert staging(1024, 32, requests=64).capacity == 128
-        assert staging(1024, 32, recorded=8192, requests=64).capacity == 8192
-
-
 class Gpu(streams.Door):
     """A CPU that has so many bytes of device memory left."""
 
@@ -259,6 +249,26 @@ class Gpu(streams.Door):
 
     def free_memory(self, device: torch.device) -> float:
         return self.free
+
+
+@pytest.mark.parametrize(
+    ("longest", "recorded", "capacity"),
+    [(8192, 0, 512), (1024, 0, 128), (1024, 8192, 8192)],
+    ids=["two layers of a prefill", "two decode steps", "the largest graph"],
+)
+def test_staging_holds_what_is_written_at_a_time(
+    longest: int, recorded: int, capacity: int, staging: Callable[..., Staging]
+) -> None:
+    with streams.through(Gpu(4 * Staging.bytes_for(32, CODEC.row_bytes, 8192))):
+        assert staging(longest, 32, recorded=recorded, requests=64).capacity == capacity
+
+
+@pytest.mark.parametrize(("lacks", "capacity"), [(0, 64), (1, 32)])
+def test_staging_holds_two_of_the_largest_graphs_where_sglang_left_enough(
+    staging: Callable[..., Staging], lacks: int, capacity: int
+) -> None:
+    with streams.through(Gpu(4 * Staging.bytes_for(LAYERS, CODEC.row_bytes, 64) - lacks)):
+        assert staging(16 * LAYERS, LAYERS, recorded=32).capacity == capacity
 
 
 def test_staging_takes_a_quarter_of_what_sglang_left_at_most(
@@ -271,53 +281,6 @@ def test_staging_takes_a_quarter_of_what_sglang_left_at_most(
     refused = "staging of 32 tokens takes .* GB of device memory that SGLang left, more than 1/4"
     with streams.through(Gpu(4 * wanted - 1)), pytest.raises(Refused, match=refused):
         staging(16 * LAYERS, LAYERS)
-
-
-@pytest.mark.parametrize(("lacks", "capacity"), [(0, 64), (1, 32)])
-def test_staging_holds_two_of_the_largest_graphs_where_sglang_left_enough(
-    staging: Callable[..., Staging], lacks: int, capacity: int
-) -> None:
-    with streams.through(Gpu(4 * Staging.bytes_for(LAYERS, CODEC.row_bytes, 64) - lacks)):
-        assert staging(16 * LAYERS, LAYERS, recorded=32).capacity == capacity
-
-
-def test_capture_finds_the_projection_without_having_seen_a_forward_pass(
-    pool: OwnPagesPool,
-) -> None:
-    class Attention(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.out, self.qkv = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.out(self.qkv(x))
-
-    model = [Attention() for _ in range(LAYERS)]
-    capture = HiddenCapture([(layer, [layer.out, layer.qkv]) for layer in model])
-    assert pool._capture is not None
-    capture.use(pool._capture, tokens_only=False)
-    hidden = torch.randn(PAGE, WIDTH)
-    where = torch.arange(PAGE, 2 * PAGE)
-    batch = SimpleNamespace(out_cache_loc=where, input_ids=where, positions=where)
-
-    def forward() -> SimpleNamespace:
-        for layer in model:
-            layer(hidden)
-        return SimpleNamespace(can_run_graph=False)
-
-    with torch.no_grad():
-        for _ in range(2):
-            capture.forward(batch, forward)
-            capture.watch_only(layer.qkv for layer in model)
-    pool._capture.transfers().synchronize()
-    pool._capture.ledger.settle()
-    assert pool.arena.problem(where.numpy()) is None
-    page = pool.arena.memory[pool.arena.shadows[1]]
-    for layer in range(LAYERS):
-        stored = page[LAYOUT.segment(layer)].view(np.float32).reshape(PAGE, WIDTH)
-        assert np.array_equal(stored, hidden.numpy())
-    capture.remove()
-    assert not any("forward" in vars(module) for layer in model for module in layer.modules())
 
 
 @pytest.mark.parametrize("tokens_only", [False, True])
@@ -350,39 +313,8 @@ def test_embeddings_that_tokens_do_not_tell_are_not_backed_up_where_layers_are_r
     assert pool.arena.problem(where.numpy()) == problem
 
 
-LAYERS, PAGE = 2, 16
-
-
-@pytest.fixture
-def kvcache() -> MHATokenToKVPool:
-    """SGLang's pool of 8 pages, fp8, with random bytes in it."""
-    pool = MHATokenToKVPool(
-        8 * PAGE, PAGE, torch.float8_e4m3fn, 4, 8, LAYERS, "cpu", enable_memory_saver=False
-    )
-    for buffer in (*pool.k_buffer, *pool.v_buffer):
-        buffer.view(torch.uint8).random_(0, 255)
-    return pool
-
-
-def test_pages_hold_the_bits_of_the_pool(kvcache: MHATokenToKVPool) -> None:
-    kv = KVSegments(kvcache, range(LAYERS), PAGE, WHOLE, 1)
-    layout = PageLayout(PAGE, tuple(map(kv.stored_layer, range(LAYERS))))
-    assert sum(layout.segment_bytes) == LAYERS * 2 * PAGE * 4 * 8
-    memory = torch.zeros((3, layout.page_bytes), dtype=torch.uint8)
-    slots, others = torch.arange(PAGE, 3 * PAGE), torch.arange(5 * PAGE, 7 * PAGE)
-    on_host = torch.tensor([2, 0])
-    kv.save(layout, memory, on_host, slots)
-    for layer in range(LAYERS):
-        copy = kv.restored_layer(layer).copy
-        assert copy is not None
-        copy([layer], memory, on_host, [layout.segment_offsets[layer]], others)
-    for buffer in (*kvcache.k_buffer, *kvcache.v_buffer):
-        bits = buffer.view(torch.uint8)
-        assert torch.equal(bits[others], bits[slots])
-
-
-def test_scales_tell_own_and_plain_pages_apart(
-    kvcache: MHATokenToKVPool, tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+def test_scales_of_fp8_tell_own_and_plain_pages_apart(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Set as SGLang's models set those of ``--quantization-param-path``: as numbers, which are not
     among the weights."""
@@ -390,9 +322,8 @@ def test_scales_tell_own_and_plain_pages_apart(
         page_plan, "attention_ranks", lambda: SimpleNamespace(world_size=1, rank_in_group=0)
     )
     attention = runtime.runner.model.attention = RadixAttention(4, 8, 1.0, 4, layer_id=0)
-    plan = PagePlan(
-        kvcache, Restore(None, None, Partition(0, 0, LAYERS), chunk_tokens=64), WHOLE, 1
-    )
+    methods = Restore(None, None, Partition(0, 0, LAYERS), chunk_tokens=64)
+    plan = PagePlan(kv_pool(4, 8, dtype=torch.float8_e4m3fn), methods, WHOLE, 1)
     plain, own = mha("page_first"), set()
     for scale, found in ((None, 0), (1.5, 0), (2.0, 0), (1.5, 1), (None, 1)):
         attention.k_scale = attention.v_scale = scale

@@ -7,9 +7,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.runtime_context import get_parallel
 
-from hcache_backend.checks import round_trip
 from hcache_backend.checks.round_trip import check_copies
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.page import PageLayout
@@ -54,10 +52,7 @@ def test_units_of_every_rank_are_those_of_the_whole_page(
     codec: str, dtype: torch.dtype, page: int
 ) -> None:
     """So any number of ranks reads what another number wrote."""
-    assert_units_of_ranks(latents(dtype, page), codec)
-
-
-def assert_units_of_ranks(pool: Any, codec: str) -> None:
+    pool = latents(dtype, page)
     whole, _, want = pages_of(pool, WHOLE, codec)
     for shard in SHARES:
         layout, _, kept = pages_of(pool, shard, codec)
@@ -129,12 +124,6 @@ def test_the_start_tries_the_tokens_of_this_rank(
             try_copies(shard, codec, dtype, "fill")
 
 
-def test_other_ranks_are_no_part_of_that_check() -> None:
-    shards = torch.ones((4, 8))
-    round_trip._OwnShare(Shard(2, 4)).gather(shards, lambda own: own.fill_(5))
-    assert shards[:, 0].tolist() == [0, 0, 5, 0]
-
-
 @pytest.mark.parametrize(
     ("codec", "dtype", "used", "why"),
     [
@@ -191,23 +180,6 @@ def test_ranks_share_no_page_that_eight_does_not_divide() -> None:
     kv = KVSegments(pool, range(LAYERS), 12, WHOLE, 1, "none")
     [segment] = kv.stored_layer(0).segments
     assert segment.groups == 1 and not kv.shares_tokens
-
-
-def test_rows_of_dsa_are_latents_and_its_index_keys_are_whole_pages() -> None:
-    """A row has values in FP8, their scales and RoPE: bytes to us, which ranks share. Keys of the
-    indexer are another plane: in a page all keys come before all scales, and some layers have none.
-    No server of these models starts without CUDA, so they keep plain pages."""
-    with get_parallel().override(attn_dcp_size=1):  # from 0.5.23 on the pool asks for it
-        pool = DSATokenToKVPool(
-            *(8 * 64, 64, 512, torch.float8_e4m3fn, 64, LAYERS, "cpu", 128, False, 512 + 16 + 128),
-            skip_topk_layers=[False, True, False],
-        )
-    for rows in pool.kv_buffer:
-        assert rows.shape == (9 * 64, 1, 656) and rows.dtype == torch.uint8
-        rows[:] = torch.randint(0, 256, rows.shape, dtype=torch.uint8)
-    assert_units_of_ranks(pool, "none")
-    keys = [tuple(buffer.shape) for buffer in pool.index_k_with_scale_buffer]
-    assert keys == [(9, 64 * (128 + 4)), (0, 64 * (128 + 4)), (9, 64 * (128 + 4))]
 
 
 # The keys of the indexer of DSA are a pool of their own.

@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import xxhash
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from hcache_backend import HCacheStorage
 from hcache_backend.config import ConfigError
-from hcache_backend.format import units
 from hcache_backend.format.envelope import key_bytes
 from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE, Shard
@@ -138,29 +136,6 @@ def test_servers_with_one_two_four_and_one_rank_read_what_those_before_wrote(
     assert len(list(tmp_path.glob("pages/??/*.page"))) == 1 + 2 + 4 + 1, "nothing twice"
 
 
-def test_every_byte_of_a_page_is_digested_once_on_its_way_out_and_once_on_its_way_in(
-    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    digested = []
-
-    def digest(data: Any) -> int:
-        digested.append(len(memoryview(data).cast("B")))
-        return xxhash.xxh3_64_intdigest(data)
-
-    monkeypatch.setattr(units, "xxhash", SimpleNamespace(xxh3_64_intdigest=digest))
-    server = Server(Shard(1, 2), 4, hidden=True)
-    layout = server.page_layout
-    with opened(tmp_path, runtime, server) as storage:
-        server.compute([0, 1], runtime.page_namespace())
-        storage.batch_set_v1(KEYS[:2], indices([0, 1]))
-        assert sum(digested) == 2 * layout.page_bytes
-        assert sorted(digested) == sorted(2 * [unit.length for unit in layout.units])
-        digested.clear()
-        assert storage.batch_get_v1(KEYS[:2], indices([0, 1])) == [True, True]
-        server.assert_restored([0, 1], runtime.page_namespace())
-        assert sum(digested) == 2 * layout.page_bytes
-
-
 @pytest.mark.parametrize(
     ("wanted", "ranks", "heads", "groups"),
     [(None, 1, 8, 1), (None, 2, 4, 2), (8, 2, 4, 8), (4, 4, 2, 4), (3, 3, 2, 1), (None, 16, 1, 1)],
@@ -176,36 +151,34 @@ def test_pages_have_a_group_of_heads_for_each_rank_or_as_many_as_tp_lcm_size(
 
 
 @pytest.mark.parametrize(
-    ("asked", "ranks", "heads", "pages", "allowed"),
+    ("asked", "ranks", "heads", "of_own_pages", "of_plain_pages"),
     [
-        (3, 1, 6, "own", "1, 2"),
-        (4, 2, 1, "own", "2"),
-        (2, 4, 8, "own", "4, 8"),
-        (6, 3, 2, "own", "3"),
-        (16, 1, 16, "own", "1, 2, 4, 8"),
-        (3, 1, 16, "plain", "1, 2, 4, 8, 16"),
-        (4, 3, 2, "plain", "3, 6"),
-        (0, 1, 4, "plain", "1, 2, 4"),
-        ("2", 1, 4, "own", "1, 2, 4"),
-        (2.0, 1, 4, "own", "1, 2, 4"),
+        (3, 1, 6, "1, 2", ""),
+        (16, 1, 16, "1, 2, 4, 8", ""),
+        (6, 3, 2, "3", ""),
+        (4, 2, 1, "2", "2"),
+        (2, 4, 8, "4, 8", "4, 8, 16, 32"),
+        (3, 1, 16, "1, 2, 4, 8", "1, 2, 4, 8, 16"),
+        (4, 3, 2, "3", "3, 6"),
+        (0, 1, 4, "1, 2, 4", "1, 2, 4"),
+        ("2", 1, 4, "1, 2, 4", "1, 2, 4"),
+        (2.0, 1, 4, "1, 2, 4", "1, 2, 4"),
     ],
 )
 def test_groups_that_do_not_divide_the_heads_are_refused_with_those_that_do(
-    asked: object, ranks: int, heads: int, pages: str, allowed: str
+    asked: object, ranks: int, heads: int, of_own_pages: str, of_plain_pages: str
 ) -> None:
-    with pytest.raises(ConfigError) as refused:
-        check_tp_lcm_size(asked, ranks, heads, own_pages=pages == "own")
-    assert str(refused.value) == (
-        f"extra config: 'tp_lcm_size' is {asked!r}; for {pages} pages with tensor-parallel size "
-        f"{ranks} and {heads} KV heads per rank it can be {allowed}"
-    )
-
-
-@pytest.mark.parametrize(("asked", "ranks", "heads"), [(3, 1, 6), (16, 1, 16), (6, 3, 2)])
-def test_plain_pages_divide_into_any_number_that_divides_the_heads(
-    asked: int, ranks: int, heads: int
-) -> None:
-    check_tp_lcm_size(asked, ranks, heads, own_pages=False)
+    """Plain pages divide into any number that divides the heads."""
+    for pages, allowed in (("own", of_own_pages), ("plain", of_plain_pages)):
+        if not allowed:
+            check_tp_lcm_size(asked, ranks, heads, own_pages=pages == "own")
+            continue
+        with pytest.raises(ConfigError) as refused:
+            check_tp_lcm_size(asked, ranks, heads, own_pages=pages == "own")
+        assert str(refused.value) == (
+            f"extra config: 'tp_lcm_size' is {asked!r}; for {pages} pages with tensor-parallel "
+            f"size {ranks} and {heads} KV heads per rank it can be {allowed}"
+        )
 
 
 def test_groups_cannot_change_while_a_server_runs(tmp_path: Path, runtime: Runtime) -> None:

@@ -43,7 +43,7 @@ class HostPages:
 
 
 def plan_lost(
-    loads: LoadQueue, *pages: int, lost: Sequence[int], ids: Sequence[int] | None = None
+    loads: Any, *pages: int, lost: Sequence[int], ids: Sequence[int] | None = None
 ) -> QueuedLoad | None:
     """A load of ``pages``, of which those of the numbers ``lost`` lack all layers, behind a page,
     of a request with the token ``ids``."""
@@ -90,23 +90,23 @@ class Recomputer:
         self.spans = [(len(span.token_ids), span.prefix.tolist()) for span in spans]
 
 
-def queue(
-    host: HostPages, partition: Partition, recomputer: object = None, **fields: Any
-) -> LoadQueue:
+def queue(partition: Partition, recomputer: Recomputer | None = None, **fields: Any) -> Any:
+    """Of loads of pages that are divided so."""
+    recomputer = recomputer or Recomputer()
+    recomputer.layers = recomputer.layers or partition.layers
     parts = Restore(None, None, partition, chunk_tokens=1024, **fields)
-    if isinstance(recomputer, Recomputer):
-        recomputer.layers = recomputer.layers or partition.layers
-    return LoadQueue(host, Pipeline(), parts, recomputer, "cpu")  # type: ignore[arg-type]
+    return LoadQueue(HostPages(), Pipeline(), parts, recomputer, "cpu")  # type: ignore[arg-type]
 
 
-def plan(loads: LoadQueue, *pages: int, known: int | None = None) -> QueuedLoad | None:
+def plan(loads: Any, *pages: int, known: int | None = None) -> QueuedLoad | None:
     """A load of ``pages``, of which the slots of ``known`` tokens before them are known."""
     depths = np.zeros(len(pages), np.int64)
     prefix = None if known is None else torch.arange(known)
-    return loads.plan(np.array(pages), depths, lambda: prefix)
+    found: QueuedLoad | None = loads.plan(np.array(pages), depths, lambda: prefix)
+    return found
 
 
-def add(loads: LoadQueue, load: QueuedLoad | None, *whole: bool) -> torch.Tensor:
+def add(loads: Any, load: QueuedLoad | None, *whole: bool) -> torch.Tensor:
     """Queue ``load``; other restores wrote the ``whole`` ones of its pages. Its slots."""
     assert load is not None
     slots = torch.arange(SIZE * len(load.host_pages)).flip(0)
@@ -116,203 +116,188 @@ def add(loads: LoadQueue, load: QueuedLoad | None, *whole: bool) -> torch.Tensor
     return slots
 
 
-def recomputed(loads: LoadQueue, *, only_missing: bool = False) -> Recompute | None:
+def recomputed(loads: Any, *, only_missing: bool = False) -> Any:
     """How the queued loads are recomputed, which are queued no more."""
     loads_now, loads._queued = loads._queued, []
     return loads._recompute_queued(loads_now, only_missing=only_missing)
 
 
-class TestQueuedLoads:
-    def test_whole_pages_are_loaded_whole(self) -> None:
-        loads = queue(HostPages(), Partition(0, 4, 0))
+def run(recompute: Recompute) -> None:
+    recompute.fill(np.empty(0, np.int64), torch.empty(0))
+
+
+def no_memory(loads: Any) -> list[str]:
+    """From now on every recomputation fails. Why pages cannot be restored any more."""
+    told: list[str] = []
+    loads._pipeline.problem, loads._failed = RuntimeError("out of memory"), told.append
+    return told
+
+
+def test_what_is_restored_already_is_not_recomputed() -> None:
+    loads = queue(Partition(2, 2, 0), recomputable=4)
+    loads.methods = SimpleNamespace(first_layers=lambda *_: 4, recomputable=4)
+    for only_missing, layers in ((False, 4), (True, 2)):
         add(loads, plan(loads, 0, 1))
-        assert recomputed(loads) is None
+        assert recomputed(loads, only_missing=only_missing).layers == layers
 
-    def test_what_is_restored_already_is_not_recomputed(self) -> None:
-        loads = queue(HostPages(), Partition(2, 2, 0), Recomputer(), recomputable=4)
-        loads.methods = SimpleNamespace(first_layers=lambda *_: 4, recomputable=4)  # type: ignore[assignment]
-        for only_missing, layers in ((False, 4), (True, 2)):
-            add(loads, plan(loads, 0, 1))
-            recompute = recomputed(loads, only_missing=only_missing)
-            assert recompute is not None and recompute.layers == layers
 
-    def test_layers_that_are_not_stored_need_the_prefix(self) -> None:
-        loads = queue(HostPages(), Partition(2, 2, 0), Recomputer())
-        assert plan(loads, 1, 2) is None  # nobody said what is before page 1
-        assert plan(loads, 1, 2, known=SIZE - 1) is None  # that is not all of it
-        load = plan(loads, 1, 2, known=SIZE)
-        assert load is not None and loads.stored_from == 2
-        slots = add(loads, load)
-        pipeline: Any = loads._pipeline
+def test_layers_that_are_not_stored_need_the_prefix() -> None:
+    loads = queue(Partition(2, 2, 0))
+    assert plan(loads, 1, 2) is None  # nobody said what is before page 1
+    assert plan(loads, 1, 2, known=SIZE - 1) is None  # that is not all of it
+    assert plan(loads, 0, 2) is None  # they do not follow each other
+    load = plan(loads, 1, 2, known=SIZE)
+    assert loads.stored_from == 2
+    loads.launch(add(loads, load))
+    [recompute] = loads._pipeline.recomputed
+    assert recompute.layers == 2
+    assert not loads._queued  # it was for that restore only
+
+
+def test_only_pages_that_lack_layers_are_recomputed_behind_all_before_them() -> None:
+    loads = queue(Partition(2, 2, 0), recomputer := Recomputer())
+    slots = add(loads, plan(loads, 1, 2, 3, 4, known=SIZE), False, True, True, False)
+    recompute = recomputed(loads, only_missing=True)
+    assert recompute.layers == 2
+    run(recompute)
+    before = [*range(SIZE), *slots[: 3 * SIZE].tolist()]
+    assert recomputer.spans == [(SIZE, before[:SIZE]), (SIZE, before)]
+    assert recomputer.tokens == [1] * SIZE + [4] * SIZE
+
+
+def test_pages_of_a_prefetch_are_recomputed_behind_what_is_known() -> None:
+    loads = queue(Partition(1, 3, 0), recomputer := Recomputer())
+    pages, known = np.array([2, 3]), torch.arange(2 * SIZE) + 9
+    assert loads.recompute_of(pages, 1, lambda: None) is None
+    assert loads.recompute_of(pages, 1, lambda: known[1:]) is None  # that is not all of it
+    assert loads.recompute_of(np.array([2, 4]), 1, lambda: known) is None
+    recompute = loads.recompute_of(pages, 1, lambda: known)
+    assert recompute.layers == 1
+    run(recompute)
+    assert recomputer.spans == [(2 * SIZE, known.tolist())]
+    assert recomputer.tokens == [2] * SIZE + [3] * SIZE
+
+
+def test_what_prefills_took_lately_decides_what_a_load_recomputes() -> None:
+    """Whoever wants the GPU: the forward pass behind it holds the GPU whatever comes first."""
+    loads, asked = queue(Partition(1, 3, 0)), []
+    loads.methods = SimpleNamespace(first_layers=lambda *a: asked.append(a) or 3, recomputable=4)
+    loads._slowdown = lambda tokens: tokens / 50
+    add(loads, plan(loads, 0))
+    recomputed(loads)
+    assert asked == [(SIZE, 0, SIZE / 50)]
+
+
+def test_what_recomputes_whole_pages_does_nothing_to_loads_of_kv() -> None:
+    """Their headers say nothing: a backup of K and V writes none."""
+    loads = queue(Partition(0, 0, 4), recomputer := Recomputer(), recomputable=0)
+    assert loads.recomputes_pages
+    load = plan(loads, 1, 2, known=SIZE)
+    add(loads, load, True, False)
+    assert load is not None and not any(load.spans)
+    assert recomputed(loads, only_missing=True) is None
+    known = torch.arange(3)
+    recompute = loads.recompute_pages(np.array([7, 8]), known)
+    assert recompute.layers == 4
+    recompute.fill(np.array([3, 4]), torch.tensor([9, 10]))
+    assert (recomputer.tokens, recomputer.spans) == ([7, 8], [(2, [0, 1, 2])])
+    loads.recomputation_failed(RuntimeError("out of memory"))
+    assert not loads.recomputes_pages
+    assert loads.recompute_pages(np.array([7, 8]), known) is None
+    assert queue(Partition(0, 1, 3), recomputer).recomputes_pages
+    assert not queue(Partition(1, 0, 3), recomputer).recomputes_pages
+
+
+def test_stored_layers_that_cannot_be_recomputed_are_loaded() -> None:
+    loads = queue(Partition(0, 4, 0), recomputable=4)
+    loads.methods = SimpleNamespace(first_layers=lambda *_: 2, ranks=1, recomputable=4)
+    told = no_memory(loads)
+    assert len(loads.launch(add(loads, plan(loads, 0)))) == 2
+    [tried, loaded] = loads._pipeline.recomputed
+    assert tried is not None and loaded is None
+    add(loads, plan(loads, 0))
+    assert recomputed(loads) is None  # it is not tried again
+    assert told == []
+
+
+def test_nobody_gets_layers_that_are_stored_nowhere_and_were_not_recomputed() -> None:
+    loads = queue(Partition(2, 2, 0))
+    slots, told = add(loads, plan(loads, 0)), no_memory(loads)
+    with pytest.raises(RuntimeError, match="out of memory"):
         loads.launch(slots)
-        [recompute] = pipeline.recomputed
-        assert recompute is not None and recompute.layers == 2
-        assert not loads._queued  # it was for that restore only
+    assert plan(loads, 0) is None
+    assert loads.recompute_of(np.array([0]), 2, lambda: None) is None
+    assert told == ["layers that are not stored cannot be recomputed any more"]
 
-    def test_pages_that_do_not_follow_each_other_are_not_recomputed(self) -> None:
-        loads = queue(HostPages(), Partition(1, 3, 0), Recomputer())
-        assert plan(loads, 0, 2) is None
 
-    def test_only_pages_that_lack_layers_are_recomputed_behind_all_before_them(self) -> None:
-        loads = queue(HostPages(), Partition(2, 2, 0), recomputer := Recomputer())
-        slots = add(loads, plan(loads, 1, 2, 3, 4, known=SIZE), False, True, True, False)
-        recompute = recomputed(loads, only_missing=True)
-        assert recompute is not None and recompute.layers == 2
-        recompute.fill(np.empty(0, np.int64), torch.empty(0))
-        assert recomputer.spans == [
-            (SIZE, list(range(SIZE))),
-            (SIZE, [*range(SIZE), *slots[: 3 * SIZE].tolist()]),
-        ]
-        assert recomputer.tokens == [1] * SIZE + [4] * SIZE
+def test_nobody_gets_lost_pages_that_were_not_recomputed() -> None:
+    loads = queue(Partition(0, 4, 0))
+    slots = add(loads, plan_lost(loads, 1, 2, lost=[1]))
+    no_memory(loads)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        loads.launch(slots)
 
-    def test_nothing_is_recomputed_where_no_page_lacks_layers(self) -> None:
-        loads = queue(HostPages(), Partition(2, 2, 0), Recomputer())
-        slots = add(loads, plan(loads, 0), True)
-        assert len(loads.launch(slots)) == 1  # what was adopted
-        pipeline: Any = loads._pipeline
-        assert pipeline.recomputed == []
 
-    def test_pages_of_a_prefetch_are_recomputed_behind_what_is_known(self) -> None:
-        loads = queue(HostPages(), Partition(1, 3, 0), recomputer := Recomputer())
-        pages, known = np.array([2, 3]), torch.arange(2 * SIZE) + 9
-        assert loads.recompute_of(pages, 1, lambda: None) is None
-        assert loads.recompute_of(pages, 1, lambda: known[1:]) is None  # that is not all of it
-        assert loads.recompute_of(np.array([2, 4]), 1, lambda: known) is None
-        recompute = loads.recompute_of(pages, 1, lambda: known)
-        assert recompute is not None and recompute.layers == 1
-        recompute.fill(np.empty(0, np.int64), torch.empty(0))
-        assert recomputer.spans == [(2 * SIZE, known.tolist())]
-        assert recomputer.tokens == [2] * SIZE + [3] * SIZE
+def test_one_of_several_ranks_does_not_go_on_when_its_recomputation_failed() -> None:
+    """The others wait for it in the model's collectives."""
+    loads = queue(Partition(2, 2, 0), ranks=2)
 
-    def test_what_prefills_took_lately_decides_what_a_load_recomputes(self) -> None:
-        """Whoever wants the GPU: the forward pass behind it holds the GPU whatever comes first."""
-        loads, asked = queue(HostPages(), Partition(1, 3, 0), Recomputer()), []
-        loads.methods = SimpleNamespace(
-            first_layers=lambda *a: asked.append(a) or 3, recomputable=4
-        )  # type: ignore[assignment, func-returns-value]
-        loads._slowdown = lambda tokens: tokens / 50
-        add(loads, plan(loads, 0))
-        recomputed(loads)
-        assert asked == [(SIZE, 0, SIZE / 50)]
-
-    def test_what_recomputes_whole_pages_does_nothing_to_loads_of_kv(self) -> None:
-        """Their headers say nothing: a backup of K and V writes none."""
-        partition, recomputer = Partition(0, 0, 4), Recomputer()
-        loads = queue(HostPages(), partition, recomputer, recomputable=0)
-        assert loads.recomputes_pages
-        load = plan(loads, 1, 2, known=SIZE)
-        add(loads, load, True, False)
-        assert load is not None and not any(load.spans)
-        assert recomputed(loads, only_missing=True) is None
-        known = torch.arange(3)
-        recompute = loads.recompute_pages(np.array([7, 8]), known)
-        assert recompute is not None and recompute.layers == 4
-        recompute.fill(np.array([3, 4]), torch.tensor([9, 10]))
-        assert (recomputer.tokens, recomputer.spans) == ([7, 8], [(2, [0, 1, 2])])
+    def end_turn(turn: object) -> None:  # slices are recomputed there
         loads.recomputation_failed(RuntimeError("out of memory"))
-        assert not loads.recomputes_pages
-        assert loads.recompute_pages(np.array([7, 8]), known) is None
-        assert queue(HostPages(), Partition(0, 1, 3), recomputer).recomputes_pages
-        assert not queue(HostPages(), Partition(1, 0, 3), recomputer).recomputes_pages
 
-    def test_stored_layers_that_cannot_be_recomputed_are_loaded(self) -> None:
-        loads = queue(HostPages(), Partition(0, 4, 0), Recomputer(), recomputable=4)
-        loads.methods = SimpleNamespace(first_layers=lambda *_: 2, ranks=1, recomputable=4)  # type: ignore[assignment]
-        pipeline: Any = loads._pipeline
-        pipeline.problem = RuntimeError("out of memory")
-        slots = add(loads, plan(loads, 0))
-        assert len(loads.launch(slots)) == 2
-        [tried, loaded] = pipeline.recomputed
-        assert tried is not None and loaded is None
-        add(loads, plan(loads, 0))
-        assert recomputed(loads) is None  # it is not tried again
+    controller = SimpleNamespace(begin_turn=lambda turn: None, end_turn=end_turn)
+    cache = SimpleNamespace(cache_controller=controller, _all_reduce_attn_groups=alone)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        guarded(TURN)(lambda cache: None, cache)
 
-    def test_nobody_gets_layers_that_are_stored_nowhere_and_were_not_recomputed(self) -> None:
-        loads = queue(HostPages(), Partition(2, 2, 0), Recomputer())
-        pipeline: Any = loads._pipeline
-        pipeline.problem = RuntimeError("out of memory")
-        slots = add(loads, plan(loads, 0))
-        with pytest.raises(RuntimeError, match="out of memory"):
-            loads.launch(slots)
-        assert plan(loads, 0) is None
-        assert loads.recompute_of(np.array([0]), 2, lambda: None) is None
 
-    @pytest.mark.parametrize("stored_from", [0, 2])
-    def test_without_recomputation_pages_that_lack_layers_are_of_no_use(
-        self, stored_from: int
-    ) -> None:
-        loads, told = queue(HostPages(), Partition(stored_from, 2, 0), Recomputer()), list[str]()
-        loads._failed = told.append
-        for _ in range(2):
-            loads.recomputation_failed(RuntimeError("out of memory"))
-        reason = "layers that are not stored cannot be recomputed any more"
-        assert told == ([reason] if stored_from else [])
+@pytest.mark.parametrize("stored_from", [0, 2])
+def test_pages_of_which_nothing_is_there_are_recomputed_whole_behind_all_others(
+    stored_from: int,
+) -> None:
+    loads = queue(Partition(stored_from, 4, 0), recomputer := Recomputer())
+    slots = add(loads, plan_lost(loads, 1, 2, 3, 4, 5, lost=[1, 4]))
+    assert len(loads.launch(slots)) == 2
+    assert loads._pipeline.pages == [[1, 3, 4], []]
+    [first, whole] = loads._pipeline.recomputed
+    assert (first.layers if first is not None else 0) == stored_from
+    assert whole.layers == 4 + stored_from
+    [(positions, there)] = loads._pipeline.alone
+    assert positions == [*range(2 * SIZE, 3 * SIZE), *range(5 * SIZE, 6 * SIZE)]
+    assert there == [*slots[SIZE : 2 * SIZE].tolist(), *slots[4 * SIZE :].tolist()]
+    assert recomputer.tokens == [2] * SIZE + [5] * SIZE
+    before = [*range(SIZE), *slots.tolist()]
+    assert recomputer.spans == [(SIZE, before[: 2 * SIZE]), (SIZE, before[: 5 * SIZE])]
 
-    def test_one_of_several_ranks_does_not_go_on_when_its_recomputation_failed(self) -> None:
-        """The others wait for it in the model's collectives."""
-        loads = queue(HostPages(), Partition(2, 2, 0), Recomputer(), ranks=2)
 
-        def end_turn(turn: object) -> None:  # slices are recomputed there
-            loads.recomputation_failed(RuntimeError("out of memory"))
+def test_what_lacks_layers_that_cannot_be_recomputed_is_no_hit() -> None:
+    loads = queue(Partition(2, 4, 0), Recomputer(3), recomputable=3)
+    assert not loads.recomputes_pages
+    assert plan(loads, 0, 1) is not None
+    assert plan_lost(loads, 1, 2, lost=[1]) is None
 
-        controller = SimpleNamespace(begin_turn=lambda turn: None, end_turn=end_turn)
-        cache = SimpleNamespace(cache_controller=controller, _all_reduce_attn_groups=alone)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            guarded(TURN)(lambda cache: None, cache)
 
-    @pytest.mark.parametrize("stored_from", [0, 2])
-    def test_pages_of_which_nothing_is_there_are_recomputed_whole_behind_all_others(
-        self, stored_from: int
-    ) -> None:
-        loads = queue(HostPages(), Partition(stored_from, 4, 0), recomputer := Recomputer())
-        pipeline: Any = loads._pipeline
-        slots = add(loads, plan_lost(loads, 1, 2, 3, 4, 5, lost=[1, 4]))
-        restores = loads.launch(slots)
-        assert len(restores) == 2 and pipeline.pages == [[1, 3, 4], []]
-        [first, whole] = pipeline.recomputed
-        assert (first.layers if first is not None else 0) == stored_from
-        assert whole is not None and whole.layers == 4 + stored_from
-        [(positions, there)] = pipeline.alone
-        assert positions == [*range(2 * SIZE, 3 * SIZE), *range(5 * SIZE, 6 * SIZE)]
-        assert there == [*slots[SIZE : 2 * SIZE].tolist(), *slots[4 * SIZE :].tolist()]
-        assert recomputer.tokens == [2] * SIZE + [5] * SIZE
-        before = [*range(SIZE), *slots.tolist()]
-        assert recomputer.spans == [(SIZE, before[: 2 * SIZE]), (SIZE, before[: 5 * SIZE])]
+def test_lost_pages_that_others_restored_are_not_recomputed() -> None:
+    loads = queue(Partition(0, 4, 0))
+    loads.launch(add(loads, plan_lost(loads, 1, 2, lost=[0]), True, False))
+    assert (loads._pipeline.pages, loads._pipeline.recomputed) == ([[2]], [None])
 
-    def test_what_lacks_layers_that_cannot_be_recomputed_is_no_hit(self) -> None:
-        loads = queue(HostPages(), Partition(2, 4, 0), Recomputer(3), recomputable=3)
-        assert not loads.recomputes_pages
-        assert plan(loads, 0, 1) is not None
-        assert plan_lost(loads, 1, 2, lost=[1]) is None
 
-    def test_lost_pages_that_others_restored_are_not_recomputed(self) -> None:
-        loads = queue(HostPages(), Partition(0, 4, 0), Recomputer())
-        pipeline: Any = loads._pipeline
-        loads.launch(add(loads, plan_lost(loads, 1, 2, lost=[0]), True, False))
-        assert (pipeline.pages, pipeline.recomputed) == ([[2]], [None])
+def test_tokens_of_lost_pages_are_the_requests_where_headers_do_not_say_them() -> None:
+    loads = queue(Partition(0, 0, 4), recomputer := Recomputer())
+    loads.methods = loads.methods.recomputing_first(0)
+    ids = range(100, 100 + 3 * SIZE)
+    for wrong in (None, ids[:-1]):
+        assert plan_lost(loads, 1, 2, lost=[1], ids=wrong) is None
+    loads.launch(add(loads, plan_lost(loads, 1, 2, lost=[1], ids=ids)))
+    assert recomputer.tokens == [*ids[2 * SIZE :]]
+    assert plan_lost(loads, 1, 2, lost=[]) is not None
+    loads.recomputation_failed(RuntimeError("out of memory"))
+    assert plan_lost(loads, 1, 2, lost=[1], ids=ids) is None
 
-    def test_tokens_of_lost_pages_are_the_requests_where_headers_do_not_say_them(self) -> None:
-        loads = queue(HostPages(), Partition(0, 0, 4), recomputer := Recomputer())
-        loads.methods = loads.methods.recomputing_first(0)
-        ids = range(100, 100 + 3 * SIZE)
-        for wrong in (None, ids[:-1]):
-            assert plan_lost(loads, 1, 2, lost=[1], ids=wrong) is None
-        loads.launch(add(loads, plan_lost(loads, 1, 2, lost=[1], ids=ids)))
-        assert recomputer.tokens == [*ids[2 * SIZE :]]
-        assert plan_lost(loads, 1, 2, lost=[]) is not None
-        loads.recomputation_failed(RuntimeError("out of memory"))
-        assert plan_lost(loads, 1, 2, lost=[1], ids=ids) is None
 
-    def test_nobody_gets_lost_pages_that_were_not_recomputed(self) -> None:
-        loads = queue(HostPages(), Partition(0, 4, 0), Recomputer())
-        pipeline: Any = loads._pipeline
-        slots = add(loads, plan_lost(loads, 1, 2, lost=[1]))
-        pipeline.problem = RuntimeError("out of memory")
-        with pytest.raises(RuntimeError, match="out of memory"):
-            loads.launch(slots)
-
-    def test_dropped_loads_are_forgotten(self) -> None:
-        loads = queue(HostPages(), Partition(1, 3, 0), Recomputer())
-        add(loads, plan(loads, 0))
-        loads.forget()
-        assert recomputed(loads) is None
+def test_dropped_loads_are_forgotten() -> None:
+    loads = queue(Partition(1, 3, 0))
+    add(loads, plan(loads, 0))
+    loads.forget()
+    assert recomputed(loads) is None

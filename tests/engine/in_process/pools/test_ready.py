@@ -50,9 +50,7 @@ def pool() -> OwnPagesPool:
     return server.pool
 
 
-def load(
-    pool: OwnPagesPool, host: list[int], device: list[int], given: Adopted | None = None
-) -> Pipeline:
+def load(pool: OwnPagesPool, host: list[int], device: list[int], given: Adopted) -> Pipeline:
     """Load host pages to device pages; others made the ``given`` pages of it."""
     loads: Any = pool._loads
     loads.add(QueuedLoad(np.array(host), adopted=given), slots_of(*device))
@@ -68,19 +66,19 @@ def adopted(device: list[int], ready: list[bool], whole: list[bool], *made: Any)
     return Adopted(slots_of(*device), np.array(ready), np.array(whole), made)
 
 
-def test_only_missing_pages_are_transferred_and_all_restores_waited_for(pool: OwnPagesPool) -> None:
-    early = Running()
-    given = adopted([5, 6, 2], *2 * [[False, True, False]], early)
-    pipeline = load(pool, [3, 1, 4], [5, 6, 2], given)
-    assert pipeline.started == [([3, 4], [5, 2], None)]
-    assert early.waited == pipeline.restore.waited == list(range(LAYERS))
-
-
-def test_nothing_is_launched_where_nothing_is_missing(pool: OwnPagesPool) -> None:
+@pytest.mark.parametrize(
+    ("there", "started"),
+    [([False, True, False], [([3, 4], [5, 2], None)]), ([True] * 3, [])],
+    ids=["some", "all"],
+)
+def test_only_missing_pages_are_transferred_and_all_restores_waited_for(
+    there: list[bool], started: list[Any], pool: OwnPagesPool
+) -> None:
     early = [Running(), Running()]
-    pipeline = load(pool, [3, 1], [5, 6], adopted([5, 6], *2 * [[True, True]], *early))
-    assert pipeline.started == [] and pipeline.may_be_read
-    assert all(restore.waited == list(range(LAYERS)) for restore in early)
+    pipeline = load(pool, [3, 1, 4], [5, 6, 2], adopted([5, 6, 2], there, there, *early))
+    assert pipeline.started == started and pipeline.may_be_read
+    for restore in (*early, *([pipeline.restore] if started else [])):
+        assert restore.waited == list(range(LAYERS))
 
 
 def test_first_layers_are_recomputed_for_pages_that_lack_them_whatever_is_transferred(
@@ -102,17 +100,3 @@ def test_first_layers_are_recomputed_for_pages_that_lack_them_whatever_is_transf
     assert recompute is not None and recompute.layers == 1
     recompute.fill(np.empty(0, np.int64), torch.empty(0))
     assert seen == [([3, 4], [5, 2])]
-
-
-def test_a_pool_without_eager_restores_launches_everything(pool: OwnPagesPool) -> None:
-    pipeline = load(pool, [3, 1], [5, 6])
-    assert pipeline.started == [([3, 1], [5, 6], None)]
-
-
-def test_who_restored_a_page_hears_that_it_was_freed(pool: OwnPagesPool) -> None:
-    freed: list[int] = []
-    pool.on_freed.append(lambda pages: freed.extend(pages.tolist()))
-    indices = pool.alloc(2 * PAGE)
-    assert indices is not None
-    pool.free(indices)
-    assert freed == pool.page_ids(indices).tolist()
