@@ -29,9 +29,7 @@ def change_weights(model: Path, folder: Path, name: str, change: Callable[..., N
     return copy
 
 
-def test_a_row_that_overflows_keeps_its_page_from_l3_and_exp4_in_use(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_row_that_overflows_keeps_its_page_from_l3(model: Path, tmp_path: Path) -> None:
     def spread(embeddings: torch.Tensor) -> None:
         """Ten values of different exponents make the row; all others lie far below them."""
         for token in (WIDE_TOKEN, TRIED_TOKEN):

@@ -93,9 +93,7 @@ def more(server: Server, before: Mapping[str, float]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("count", [2, COUNT])
-def test_a_burst_of_any_size_uses_what_one_by_one_uses(
-    count: int, server: Server, model: Path
-) -> None:
+def test_a_burst_uses_what_one_by_one_uses(count: int, server: Server, model: Path) -> None:
     before = l3_tokens(server)
     conversations = asked(server, *(question(number, count) for number in range(count)))
     assert {turn.cached.storage for turn in turns_of(conversations)} == {TOKENS}

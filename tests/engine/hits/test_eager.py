@@ -270,9 +270,7 @@ def test_what_has_come_counts_at_a_timeout(case: Case, model: Path, server: Serv
 
 
 @in_order
-def test_other_weights_while_pages_are_restored(
-    model: Path, model_cache: Path, server: Server
-) -> None:
+def test_other_weights_during_a_restore(model: Path, model_cache: Path, server: Server) -> None:
     """An update waits for requests, but not for those that are paused; nothing is flushed.
 
     K and V that are not flushed outlive it, as they do without us.
@@ -305,9 +303,7 @@ def test_other_weights_while_pages_are_restored(
 
 @cases([KV_FRONT, MIXED_FRONT], *MORE_FRONTS)
 @pytest.mark.parametrize("front", [1, 35, FRONT // PAGE], ids=["short", "long", "all"])
-def test_the_front_is_recomputed_while_the_back_is_read(
-    front: int, case: Case, model: Path, server: Server
-) -> None:
+def test_front_and_back_meet_anywhere(front: int, case: Case, model: Path, server: Server) -> None:
     """Wherever they meet."""
     prompt, before = stored(server, seed=20 + front), recomputed_tokens(server)
     with (
@@ -343,9 +339,7 @@ def test_what_was_recomputed_is_in_host_memory_too(case: Case, model: Path, serv
 
 @fronts
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_a_front_is_recomputed_only_behind_a_prefix_that_is_on_the_device(
-    tier: str, model: Path, server: Server
-) -> None:
+def test_a_front_needs_its_prefix_on_the_device(tier: str, model: Path, server: Server) -> None:
     same, *rest = (random_tokens(*each) for each in ((320, 4), (480, 40), (480, 41)))
     for each in rest:
         server.generate(same + each, 1)
@@ -363,9 +357,7 @@ def test_a_front_is_recomputed_only_behind_a_prefix_that_is_on_the_device(
 
 
 @fronts
-def test_where_all_pages_are_others_only_the_front_counts(
-    case: Case, model: Path, server: Server
-) -> None:
+def test_of_other_pages_only_the_front_counts(case: Case, model: Path, server: Server) -> None:
     folder = server.options.log.parent
     before = set(ours.stored_pages(folder))
     prompt = stored(server, seed=13)
@@ -416,7 +408,7 @@ def test_two_ranks_of_which_one_has_misses_decide_the_same(
         pytest.param("", "bfloat16", id="rows", marks=pytest.mark.long),
     ],
 )
-def test_a_front_is_recomputed_in_the_order_in_which_the_models_attention_sums(
+def test_a_front_sums_as_attention_does(
     fault: str, dtype: str, model_cache: Path, tmp_path: Path
 ) -> None:
     """It is as exact as what was stored, whatever sums first: blocks of keys, or parts of sums by

@@ -97,9 +97,7 @@ def ranks(server: Server) -> int:
 
 @on("kv", "two stages")
 @pytest.mark.parametrize("tokens", [history(0), random_tokens(LONG, 600)], ids=["short", "long"])
-def test_an_announced_prompt_is_in_host_memory_when_it_comes(
-    tokens: list[int], server: Server, model: Path
-) -> None:
+def test_an_announced_prompt_is_in_memory(tokens: list[int], server: Server, model: Path) -> None:
     before = fetch(server.url).counters["l3_tokens"]
     assert hint(server, "prefetch", tokens) == {"tokens": len(tokens), "in_memory": 0, "kept": 0}
     server.until(partial(is_there, server, tokens), "the prompt of a hint in host memory")
@@ -114,9 +112,7 @@ def test_an_announced_prompt_is_in_host_memory_when_it_comes(
 
 
 @on("kv")
-def test_a_retained_prompt_stays_in_host_memory_while_others_come(
-    server: Server, model: Path
-) -> None:
+def test_a_retained_prompt_stays_in_host_memory(server: Server, model: Path) -> None:
     server.generate(history(1), 1)
     server.wait_backed_up()
     assert hint(server, "retain", history(1))["kept"] == TOKENS

@@ -171,7 +171,7 @@ def refused(server: Server, conversations: list[Conversation]) -> bool:
     return again[0].turns[0].cached.storage == 0 and count(server, "slower") > before
 
 
-def test_hits_on_a_slow_disk_are_refused_and_a_good_one_is_tried_again(
+def test_a_slow_disk_is_refused_and_tried_again(
     assert_right: AssertRight, kind: str, server: Server
 ) -> None:
     """The first one is begun, and ends; what it took is known then."""
@@ -183,9 +183,7 @@ def test_hits_on_a_slow_disk_are_refused_and_a_good_one_is_tried_again(
     assert_right(conversations)
 
 
-def test_a_disk_that_stops_answering_holds_nobody_up(
-    assert_right: AssertRight, server: Server
-) -> None:
+def test_a_silent_disk_holds_nobody_up(assert_right: AssertRight, server: Server) -> None:
     """It never answers again: without a bound this would wait for ever."""
     with Timed() as computing:
         prompts = [stored(server, seed, TOKENS) for seed in (7, 8, 9)]
@@ -204,9 +202,7 @@ def test_a_disk_that_stops_answering_holds_nobody_up(
     assert_right(conversations)
 
 
-def test_an_index_that_stops_answering_holds_nobody_up(
-    assert_right: AssertRight, server: Server
-) -> None:
+def test_a_silent_index_holds_nobody_up(assert_right: AssertRight, server: Server) -> None:
     with Timed() as computing:
         prompts = [stored(server, seed, TOKENS) for seed in (17, 18)]
     faults = server.options.log.parent / "faults"
@@ -221,7 +217,7 @@ def test_an_index_that_stops_answering_holds_nobody_up(
     assert_right(conversations)
 
 
-def test_a_disk_that_stalls_in_the_middle_leaves_what_has_arrived(
+def test_a_stall_leaves_what_has_arrived(
     assert_right: AssertRight, kind: str, server: Server
 ) -> None:
     if kind in ("layerwise", "plain"):

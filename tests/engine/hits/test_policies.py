@@ -30,9 +30,7 @@ def test_write_through_selective_backs_up_what_is_used_twice(model: Path, tmp_pa
 @pytest.mark.parametrize(
     "mode", ["hidden", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("plain", "kv"))]
 )
-def test_what_a_small_host_pool_loses_is_said_and_counted(
-    mode: str, model: Path, tmp_path: Path
-) -> None:
+def test_losses_of_a_small_host_pool_are_told(mode: str, model: Path, tmp_path: Path) -> None:
     options = ours.our_server(
         model,
         tmp_path,
@@ -82,7 +80,7 @@ WRITE_BACK: dict[str, tuple[str, dict[str, Any], float]] = {
         "mixed",
     ],
 )
-def test_write_back_of_nodes_that_were_restored_and_evicted_again(
+def test_write_back_of_nodes_that_were_restored(
     pages: str, model_cache: Path, tmp_path: Path
 ) -> None:
     """The combination that is known to go wrong silently: see ARCHITECTURES.md, lesson two.
@@ -119,9 +117,7 @@ def test_write_back_of_nodes_that_were_restored_and_evicted_again(
     ours.assert_no_cache_output(model, [*asked, *again, *last])
 
 
-def test_a_host_pool_that_holds_no_conversation_costs_hits_and_no_request(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_host_pool_that_holds_nothing_costs_only_hits(model: Path, tmp_path: Path) -> None:
     # The shadows of the device's 257 pages leave HiCache 12 pages of 16 tokens.
     options = ours.our_server(model, tmp_path, page_size=16, hicache_ratio=0.56)
     with Server(options) as server:

@@ -65,9 +65,7 @@ def test_first_layers_are_recomputed_while_others_are_read(model: Path, server: 
     assert_no_cache_output(model, conversations)
 
 
-def test_first_layers_are_recomputed_behind_what_is_on_the_device(
-    model: Path, server: Server
-) -> None:
+def test_first_layers_are_recomputed_behind_the_device(model: Path, server: Server) -> None:
     """Two prompts share a part: the first brings it back, the second what is left."""
     same, rest = random_tokens(400, 1), [random_tokens(400, seed) for seed in (2, 3)]
     for tokens_of in rest:

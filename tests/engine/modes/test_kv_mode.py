@@ -16,9 +16,7 @@ pytestmark = pytest.mark.engine
 OWN_PAGES = "hcache: KV mode, own pages: "
 
 
-def test_adapters_mean_k_and_v_and_no_pages_shared_with_other_adapters_or_salts(
-    model: Path, model_cache: Path, tmp_path: Path
-) -> None:
+def test_adapters_and_salts_share_no_pages(model: Path, model_cache: Path, tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     shutil.copytree(build_lora(model, model_cache), adapter)
     second = build_lora(model, model_cache, seed=2)
@@ -66,7 +64,7 @@ def test_adapters_mean_k_and_v_and_no_pages_shared_with_other_adapters_or_salts(
 
 
 @pytest.mark.parametrize("mode", ["auto", pytest.param("plain", marks=pytest.mark.long)])
-def test_an_extra_key_that_says_an_adapters_id_finds_none_of_its_pages(
+def test_an_extra_key_of_an_adapters_id(
     mode: str, model: Path, model_cache: Path, tmp_path: Path
 ) -> None:
     """SGLang appends the id to `extra_key`: both requests would have one key."""

@@ -514,9 +514,7 @@ def test_conversations_come_back_from_l3(row: Row, model_cache: Path, tmp_path: 
     assert_right(row, options, asked)
 
 
-def test_layers_that_no_spec_describes_are_projected_by_the_model_and_the_doctor_says_why(
-    model_cache: Path, tmp_path: Path
-) -> None:
+def test_the_doctor_says_why_modules_project(model_cache: Path, tmp_path: Path) -> None:
     model = build_model("olmo", model_cache)
     reason = "V is not a part of what a linear module gives for the hidden states"
     with Server(our_server(model, tmp_path)) as server:

@@ -107,7 +107,7 @@ class TestServerThatWasStartedWithoutUs:
     ],
     ids=["unknown", "partition"],
 )
-def test_a_wrong_option_at_start_up_stops_the_server_with_one_line(
+def test_a_wrong_option_stops_the_start(
     extra: dict[str, Any], message: str, model: Path, tmp_path: Path
 ) -> None:
     options = ours.our_server(model, tmp_path, tp=2)
@@ -137,9 +137,7 @@ def test_settings_that_store_little_or_nothing_are_warned_of(model: Path, tmp_pa
     assert not ours.stored_pages(tmp_path)
 
 
-def test_pages_travel_through_sglangs_own_file_backend_and_still_prove_themselves(
-    model: Path, tmp_path: Path
-) -> None:
+def test_pages_prove_themselves_in_sglangs_file_backend(model: Path, tmp_path: Path) -> None:
     env = ours.hidden_mode_env(partition=ours.partition(1, 2, 1))
     with Server(ours.file_backend(model, tmp_path, extra_env=env)) as server:
         conversations = make_conversations(2, turns=3, tokens=300)

@@ -49,9 +49,7 @@ def converse_at_once(
             conversation.add(prompt, reply.result())
 
 
-def test_spans_behind_a_prefix_and_restores_of_several_requests(
-    model: Path, tmp_path: Path
-) -> None:
+def test_spans_behind_a_prefix_of_several_requests(model: Path, tmp_path: Path) -> None:
     trace, hold = tmp_path / "trace", tmp_path / "hold"
     options = ours.our_server(
         model,
@@ -105,9 +103,7 @@ def test_stored_layers_are_recomputed_if_that_is_faster(model: Path, tmp_path: P
     ours.assert_no_cache_output(model, conversations)
 
 
-def test_auto_keeps_the_profile_that_one_rank_measured_and_what_it_decided_by_it(
-    model: Path, tmp_path: Path
-) -> None:
+def test_auto_keeps_what_one_rank_measured_and_decided(model: Path, tmp_path: Path) -> None:
     hcache = {"mode": "auto"}
     for start in range(2):
         options = ours.our_server(

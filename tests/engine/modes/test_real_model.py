@@ -27,7 +27,7 @@ TEXT_TOKENS, REPLY_TOKENS = 300, 16
         pytest.param("smollm2", "kv", "bfloat16", marks=pytest.mark.long),
     ],
 )
-def test_a_reply_behind_a_history_from_l3_is_the_computed_one(
+def test_a_restored_reply_is_the_computed_one(
     form: str, mode: str, dtype: str, tmp_path: Path
 ) -> None:
     try:

@@ -66,9 +66,7 @@ def without_a_cache(
     "name",
     [pytest.param(name, marks=() if name in OFTEN else pytest.mark.long) for name in SERVERS],
 )
-def test_l3_changes_neither_tokens_nor_accepted_drafts(
-    name: str, model_cache: Path, tmp_path: Path
-) -> None:
+def test_l3_changes_no_token_and_no_draft(name: str, model_cache: Path, tmp_path: Path) -> None:
     algorithm, mode, hcache, options = SERVERS[name]
     started = drafting_server(
         algorithm, model_cache, tmp_path, hcache={"mode": mode} | hcache, **options
@@ -122,7 +120,7 @@ def test_encoded_pages_of_a_model_that_drafts(mode: str, model_cache: Path, tmp_
 @pytest.mark.parametrize(
     "hcache", [pytest.param(LAYERWISE, marks=pytest.mark.long), {}], ids=["layer-wise", "front"]
 )
-def test_lost_and_damaged_pages_of_a_draft_cost_no_token(
+def test_lost_pages_of_a_draft_cost_no_token(
     hcache: dict[str, Any], model_cache: Path, tmp_path: Path
 ) -> None:
     """Read in order, the hit ends before such a page, as with SGLang's own backends. Behind a
@@ -149,7 +147,7 @@ def test_lost_and_damaged_pages_of_a_draft_cost_no_token(
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", LITE])
-def test_pages_of_another_draft_are_not_taken_for_those_of_this_one(
+def test_pages_of_another_draft_are_misses(
     algorithm: str, model_cache: Path, tmp_path: Path
 ) -> None:
     """Its K and V would be wrong ones, and next to no draft accepted."""

@@ -18,9 +18,7 @@ def by_reference(server: Host, *pages: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("codec", "dtype"), KINDS)
-def test_pages_come_back_as_the_reference_decodes_them_and_pass_the_checks(
-    codec: str, dtype: torch.dtype
-) -> None:
+def test_pages_come_back_as_the_reference_decodes_them(codec: str, dtype: torch.dtype) -> None:
     server = Host(codec=codec, dtype=dtype)
     for planes in (server.device.k_buffer, server.device.v_buffer):
         for plane in planes:
@@ -38,7 +36,7 @@ def test_pages_come_back_as_the_reference_decodes_them_and_pass_the_checks(
 
 
 @pytest.mark.parametrize(("codec", "used"), [("int8", "none"), ("fp8", "fp8"), ("exp4", "exp4")])
-def test_a_codec_that_changes_what_the_model_wrote_too_much_is_refused(
+def test_a_change_that_is_too_large(
     codec: str, used: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One token stands out: int8 rounds away what the others have in its channels."""
@@ -52,7 +50,7 @@ def test_a_codec_that_changes_what_the_model_wrote_too_much_is_refused(
 
 
 @pytest.mark.parametrize("codec", ["int8", "fp8"])
-def test_a_codec_that_cannot_hold_what_the_model_wrote_is_refused(
+def test_a_codec_that_cannot_hold_it_is_refused(
     codec: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     device = kv_pool()

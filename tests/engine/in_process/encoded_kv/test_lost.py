@@ -113,9 +113,7 @@ def test_what_does_not_fit_is_recomputed_behind_what_is_before_it(counted: dict[
     assert not made._never_loaded
 
 
-def test_what_cannot_be_recomputed_is_evicted_so_that_it_hides_nothing(
-    counted: dict[str, int],
-) -> None:
+def test_what_cannot_be_recomputed_is_evicted(counted: dict[str, int]) -> None:
     """A request with a picture, say."""
     server = Host()
     make_unfit(server.device, 2, 1)
@@ -175,9 +173,7 @@ def test_what_does_not_fit_on_one_rank_is_lost_on_all(monkeypatch: pytest.Monkey
     assert asked_on_all_ranks(made, 3) == 2 * [[LAYERS, LAYERS, 0]]
 
 
-def test_ranks_agree_how_much_of_a_recomputed_page_is_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_agree_on_recomputed_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the second page do not fit on one rank; a page that is prepared is there anyway."""
     monkeypatch.setattr(controllers, "smallest", Ranks(2).smallest)
     made: list[Any] = []
@@ -206,9 +202,7 @@ def _unfit_rows() -> torch.Tensor:
     return rows
 
 
-def test_an_unfit_page_is_backed_up_as_one_that_loads_recompute(
-    machine: Machine, runtime: Runtime
-) -> None:
+def test_an_unfit_page_is_backed_up_as_lost(machine: Machine, runtime: Runtime) -> None:
     made = bare_controller(Pages(machine), runtime=runtime, capture=machine.capture)
     assert machine.forward(slots(1), rows=_unfit_rows())
     assert machine.forward(slots(2))
@@ -220,9 +214,7 @@ def test_an_unfit_page_is_backed_up_as_one_that_loads_recompute(
     assert made._pool.depth(np.array([0, 1])).tolist() == [small.LAYERS, 0]
 
 
-def test_the_check_in_service_says_nothing_of_an_unfit_page(
-    machine: Machine, runtime: Runtime
-) -> None:
+def test_an_unfit_page_is_not_checked_in_service(machine: Machine, runtime: Runtime) -> None:
     """Its projector finds every page wrong."""
     checks = Checks(machine, runtime)
     checks.backed_up(1, _unfit_rows())
@@ -297,18 +289,14 @@ def test_a_node_goes_to_l3_up_to_the_first_page_that_is_lost(server: Server) -> 
     assert server.problems == ["page_with_lost_layers"]
 
 
-def test_what_is_lost_is_known_before_a_node_goes_to_l3(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_pages_are_known_before_l3(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.controller.eager = None
     host = server.back_up(2)
     monkeypatch.setattr(HybridCacheController, "write_storage", lambda _, host: server.lost(host))
     assert server.controller.write_storage(host) == [True]
 
 
-def test_what_is_lost_of_recomputed_pages_is_known_before_a_page_goes_to_l3(
-    server: Server,
-) -> None:
+def test_lost_recomputed_pages_are_known_before_l3(server: Server) -> None:
     """L3 would have it for ever: HiCache may write a node before the scheduler's next turn."""
     host = saved(server, 2)
     eager: Any = object.__new__(EagerLoads)

@@ -131,9 +131,7 @@ def chosen(
     return ready(pairs)
 
 
-def test_each_node_has_the_pairs_of_the_layers_that_attend_alike_at_its_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_node_has_its_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[tuple[Any, ...]] = []
     monkeypatch.setattr(metrics.PAIRS, "count", lambda code: counted.append(("pair", code)))
     observe: Callable[..., None] = lambda code, far: counted.append(("far", code, round(far, 3)))  # noqa: E731
@@ -194,9 +192,7 @@ def test_few_sums_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (pairs._sums["page 2"][0] == 30).all()
 
 
-def test_without_a_tree_or_a_model_that_runs_the_pairs_are_those_of_the_start(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_without_an_answer_pairs_are_those_of_the_start(caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
     pairs = node_pairs(model)
     pairs.ask(None, [0])
@@ -334,9 +330,7 @@ def server(model: Model, monkeypatch: pytest.MonkeyPatch) -> Backups:
     return Backups(model, monkeypatch)
 
 
-def test_backups_wait_for_the_answer_and_are_launched_in_order(
-    model: Model, server: Backups
-) -> None:
+def test_backups_wait_and_are_launched_in_order(model: Model, server: Backups) -> None:
     model.arrived = False
     server.write("A", 0)
     server.tree = None

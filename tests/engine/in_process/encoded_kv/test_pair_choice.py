@@ -54,9 +54,7 @@ def test_pairs_that_are_named_and_change_little_are_merged(
         (((0, 1), (2, 3), (4, 5)), "names 3 pairs, and by its 'ratio' 0.7 pages of 6 layers"),
     ],
 )
-def test_pairs_that_cannot_be_made_are_refused(
-    pairs: tuple[tuple[int, int], ...], why: str
-) -> None:
+def test_impossible_pairs_are_refused(pairs: tuple[tuple[int, int], ...], why: str) -> None:
     plan = plan_of(KrulOption(ratio=0.7, pairs=pairs))
     plugin: Any = plan.plugin
     with pytest.raises(Refused, match=why):

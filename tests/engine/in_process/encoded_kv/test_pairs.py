@@ -35,9 +35,7 @@ def pair_layers(server: Host, pairs: list[CodedPair]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_pages_of_two_strategies_come_back_in_one_load_as_the_reference_has_them(
-    dtype: torch.dtype,
-) -> None:
+def test_pages_of_two_strategies_come_back_in_one_load(dtype: torch.dtype) -> None:
     server = paired_host(dtype)
     checks, lost = checked(server)
     exact = bits(server.device, 1, 2, 3)
@@ -110,9 +108,7 @@ def test_copies_are_tried_in_every_form() -> None:
 
 
 @pytest.mark.parametrize("form", PAIR_FORMS)
-def test_a_form_that_brings_something_else_is_refused(
-    form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_form_of_wrong_bytes_is_refused(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of()
     save = plan.kv._save_pair  # type: ignore[attr-defined]
 

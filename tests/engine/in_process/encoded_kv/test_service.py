@@ -86,9 +86,7 @@ either_way = pytest.mark.parametrize("put", [Host.back_up, saved], ids=["backup"
 
 
 @either_way
-def test_a_page_of_which_a_layer_does_not_fit_is_lost_and_others_come_back(
-    put: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_page_that_does_not_fit_is_lost(put: Any, caplog: pytest.LogCaptureFixture) -> None:
     server = Host()
     make_unfit(server.device, 2, 0)
     make_unfit(server.device, 3, 1)
@@ -151,9 +149,7 @@ def test_a_host_page_that_was_lost_is_as_good_as_any_when_it_is_used_again() -> 
     ("codec", "at"),
     [("exp4", 0), *((codec, at) for codec in ("none", "int8", "fp8") for at in (0, -1))],
 )
-def test_pages_that_fit_pass_the_check_in_service_and_spoiled_ones_do_not(
-    codec: str, at: int
-) -> None:
+def test_spoiled_pages_fail_the_check_in_service(codec: str, at: int) -> None:
     """Of a lossy codec these are a code of K and a scale of V."""
     server = Host(codec=codec)
     checks, lost = checked(server)
@@ -212,9 +208,7 @@ def test_an_encoder_that_loses_more_than_it_says_fails_the_check_in_service(
 
 
 @pytest.mark.parametrize("codec", ["exp4", "int8", "fp8"])
-def test_a_turn_compares_one_unit_of_k_and_of_v(
-    codec: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_turn_compares_one_unit_of_each(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many pages wait, and however large they are: the scheduler's thread does it."""
     server = Host(codec=codec, heads=512)
     assert server.kv.parts == 2

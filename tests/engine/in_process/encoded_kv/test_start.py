@@ -142,9 +142,7 @@ def broken_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exp4, "encode_units", never_fits)
 
 
-def test_an_encoder_that_never_fits_is_refused_and_none_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_encoder_that_never_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[str] = []
     monkeypatch.setattr(metrics.TOKENS, "count", lambda event, _=1: counted.append(event))
     broken_encoder(monkeypatch)
@@ -167,9 +165,7 @@ def tried(device: Any, codec: str, roomy: list[str] | None = None) -> str:
     return str(bare_start()._tried(plan, lambda: written).kv.codec)
 
 
-def test_pages_of_k_and_v_stay_own_without_a_codec_that_does_not_hold_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_own_pages_without_a_codec_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     broken_encoder(monkeypatch)
     roomy: list[str] = []
     assert tried(kv_pool(), "exp4", roomy) == "none"
@@ -182,9 +178,7 @@ def test_pages_of_k_and_v_stay_own_without_a_codec_that_does_not_hold_them(
 
 
 @pytest.mark.parametrize("codec", ["none", *SEGMENT_CODECS])
-def test_copies_are_tried_in_the_layers_of_k_and_v_of_mixed_pages(
-    codec: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_of_mixed_pages_are_tried(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     device = pool_for(codec)
     page = device.page_size
     kv = KVSegments(device, (1,), page, WHOLE, 1, codec)
@@ -200,7 +194,7 @@ def test_copies_are_tried_in_the_layers_of_k_and_v_of_mixed_pages(
 
 @pytest.mark.parametrize("codec", SEGMENT_CODECS)
 @pytest.mark.parametrize("broken", ["its bytes", "what it says of them"])
-def test_a_codec_that_brings_something_else_is_refused(
+def test_a_codec_of_wrong_bytes_is_refused(
     broken: str, codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any bits at all are in the second page: it does not fit, and is not to be said to."""
@@ -289,7 +283,5 @@ def test_the_partition_is_chosen_by_the_bytes_that_k_and_v_are_stored_in(
         ("none", torch.bfloat16, "none"),
     ],
 )
-def test_the_option_alone_and_the_type_say_what_is_asked_for(
-    codec: str, dtype: torch.dtype, asked: str
-) -> None:
+def test_option_and_type_say_what_is_asked_for(codec: str, dtype: torch.dtype, asked: str) -> None:
     assert asked_codec(configured(codec), dtype) == asked

@@ -146,9 +146,7 @@ def test_pieces_of_a_page_follow_each_other(pool: OwnPagesPool) -> None:
     assert [sum(sizes[:2]), sum(sizes[2:])] == [LAYOUT.page_bytes] * 2
 
 
-def test_freeing_a_host_page_gives_the_rows_back_to_the_tokens_on_the_device(
-    pool: OwnPagesPool,
-) -> None:
+def test_freeing_a_host_page_gives_rows_back_to_the_device(pool: OwnPagesPool) -> None:
     save(pool, 3)
     indices = pool.alloc(PAGE)
     assert indices is not None and pool._capture is not None
@@ -164,9 +162,7 @@ def test_freeing_a_host_page_gives_the_rows_back_to_the_tokens_on_the_device(
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_recomputed_rows_are_there_before_tokens_on_the_device_take_them_back(
-    fits: bool, pool: OwnPagesPool
-) -> None:
+def test_recomputed_rows_are_there_before_they_are_taken(fits: bool, pool: OwnPagesPool) -> None:
     indices = pool.alloc(PAGE)
     assert indices is not None and pool._capture is not None
     host_pages, slots = pool.page_ids(indices), torch.arange(2 * PAGE, 3 * PAGE)
@@ -271,9 +267,7 @@ def test_staging_holds_two_of_the_largest_graphs_where_sglang_left_enough(
         assert staging(16 * LAYERS, LAYERS, recorded=32).capacity == capacity
 
 
-def test_staging_takes_a_quarter_of_what_sglang_left_at_most(
-    staging: Callable[..., Staging],
-) -> None:
+def test_staging_takes_a_quarter_of_what_is_left(staging: Callable[..., Staging]) -> None:
     wanted = Staging.bytes_for(LAYERS, CODEC.row_bytes, 32)
     with streams.through(Gpu(4 * wanted)):
         staged = staging(16 * LAYERS, LAYERS).staged

@@ -48,9 +48,7 @@ def pages_of(pool: Any, shard: Shard, codec: str) -> tuple[PageLayout, KVSegment
 
 @pytest.mark.parametrize(("codec", "dtype"), CODECS)
 @pytest.mark.parametrize("page", [PAGE, 64])
-def test_units_of_every_rank_are_those_of_the_whole_page(
-    codec: str, dtype: torch.dtype, page: int
-) -> None:
+def test_units_of_ranks_are_those_of_the_page(codec: str, dtype: torch.dtype, page: int) -> None:
     """So any number of ranks reads what another number wrote."""
     pool = latents(dtype, page)
     whole, _, want = pages_of(pool, WHOLE, codec)
@@ -113,9 +111,7 @@ def try_copies(shard: Shard, codec: str, dtype: torch.dtype, broken: str = "") -
 
 @pytest.mark.parametrize(("codec", "dtype"), CODECS)
 @pytest.mark.parametrize("shard", SHARES[:7:2], ids=str)
-def test_the_start_tries_the_tokens_of_this_rank(
-    shard: Shard, codec: str, dtype: torch.dtype
-) -> None:
+def test_a_start_tries_this_ranks_tokens(shard: Shard, codec: str, dtype: torch.dtype) -> None:
     try_copies(shard, codec, dtype)
     with pytest.raises(Refused, match="K or V of layer 0 come back"):
         try_copies(shard, codec, dtype, "save")
@@ -184,7 +180,7 @@ def test_ranks_share_no_page_that_eight_does_not_divide() -> None:
 
 # The keys of the indexer of DSA are a pool of their own.
 @pytest.mark.parametrize(("kind", "own"), [(MLATokenToKVPool, True), (DSATokenToKVPool, False)])
-def test_pools_of_latents_with_own_pages(
+def test_which_latents_have_own_pages(
     kind: type, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []

@@ -116,7 +116,7 @@ def opened(folder: Path, runtime: Runtime, server: Server, **rank: Any) -> Itera
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["K and V", "mixed"])
-def test_servers_with_one_two_four_and_one_rank_read_what_those_before_wrote(
+def test_any_number_of_ranks_reads_any_others(
     hidden: bool, tmp_path: Path, runtime: Runtime
 ) -> None:
     for number, ranks in enumerate((1, 2, 4, 1)):

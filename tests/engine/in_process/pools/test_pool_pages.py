@@ -107,9 +107,7 @@ def test_pages_come_back_byte_for_byte_through_both_interfaces(
             assert all(map(torch.equal, content(pool, 3, 3), given))
 
 
-def test_halves_of_the_heads_that_one_rank_wrote_are_what_two_ranks_read(
-    tmp_path: Path, runtime: Runtime
-) -> None:
+def test_two_ranks_read_halves_of_what_one_rank_wrote(tmp_path: Path, runtime: Runtime) -> None:
     whole = mha("page_head")
     fill(whole)
     lcm = {"tp_lcm_size": 2}
@@ -232,9 +230,7 @@ def test_states_of_another_type_are_other_pages(tmp_path: Path, runtime: Runtime
             assert storage.batch_get_v2([transfer]) == {PoolName.MAMBA: [found, found]}
 
 
-def test_an_anchor_that_only_counts_tokens_takes_part_in_every_hit(
-    tmp_path: Path, runtime: Runtime
-) -> None:
+def test_an_anchor_that_only_counts_tokens_is_a_hit(tmp_path: Path, runtime: Runtime) -> None:
     """DeepSeek V4: all data is in pools beside it."""
     anchor = LogicalHostPool(TOKENS, PAGE)
     side = indexer("page_first")

@@ -252,9 +252,7 @@ def test_one_of_several_ranks_does_not_go_on_when_its_recomputation_failed() -> 
 
 
 @pytest.mark.parametrize("stored_from", [0, 2])
-def test_pages_of_which_nothing_is_there_are_recomputed_whole_behind_all_others(
-    stored_from: int,
-) -> None:
+def test_lost_pages_are_recomputed_whole_behind_all_others(stored_from: int) -> None:
     loads = queue(Partition(stored_from, 4, 0), recomputer := Recomputer())
     slots = add(loads, plan_lost(loads, 1, 2, 3, 4, 5, lost=[1, 4]))
     assert len(loads.launch(slots)) == 2

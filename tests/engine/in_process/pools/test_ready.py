@@ -71,7 +71,7 @@ def adopted(device: list[int], ready: list[bool], whole: list[bool], *made: Any)
     [([False, True, False], [([3, 4], [5, 2], None)]), ([True] * 3, [])],
     ids=["some", "all"],
 )
-def test_only_missing_pages_are_transferred_and_all_restores_waited_for(
+def test_missing_pages_are_transferred(
     there: list[bool], started: list[Any], pool: OwnPagesPool
 ) -> None:
     early = [Running(), Running()]
@@ -81,7 +81,7 @@ def test_only_missing_pages_are_transferred_and_all_restores_waited_for(
         assert restore.waited == list(range(LAYERS))
 
 
-def test_first_layers_are_recomputed_for_pages_that_lack_them_whatever_is_transferred(
+def test_first_layers_are_recomputed_where_lacking(
     pool: OwnPagesPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool.page_layout.positions(pool.arena.memory)[:] = np.arange(len(pool.arena.memory))[:, None]
