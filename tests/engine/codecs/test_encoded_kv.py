@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from hcache_backend.cli.metrics_page import fetch
 from tests.engine.harness import ours
 from tests.engine.harness.conversations import (
     Conversation,
-    Turn,
     ask,
     converse,
     make_conversations,
@@ -113,52 +111,3 @@ def test_units_that_do_not_fit_are_computed_again(
         ours.assert_nothing_went_wrong(server)
     asked += again
     ours.assert_no_cache_output_up_to_ties(model, tmp_path, asked)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "hcache", "options"),
-    [
-        pytest.param("qwen3", KV, {}, id="groups of queries"),
-        pytest.param("llama", KV, {}, id="a head for each query"),
-        pytest.param("qwen3", KV, SHORT, id="pages of 32 tokens"),
-        pytest.param("qwen3", KV, RANKS, id="two ranks"),
-        pytest.param("llama", MIXED, {}, id="mixed"),
-        pytest.param("llama", MIXED, RANKS, id="mixed, two ranks"),
-    ],
-)
-def test_output_is_that_of_codec_none(
-    name: str, hcache: dict[str, Any], options: dict[str, Any], model_cache: Path, tmp_path: Path
-) -> None:
-    """Token for token: of turns whose history comes from L3, and of requests that share a front.
-    Both servers get the same prompts. A hit may end earlier if a backup was late: then the computed
-    part has another form, and in bfloat16 other roundings."""
-    model = build_model(name, model_cache)
-
-    def served(codec: str, asked: Sequence[Turn] = ()) -> list[Turn]:
-        """Turns of conversations, or of the prompts of ``asked`` in rounds of three; then others
-        with the fronts of the last ones. L1 and L2 are flushed after each round."""
-        (tmp_path / codec).mkdir()
-        # What is recomputed beside a restore depends on its speed, and in bfloat16 has other bits.
-        exact = hcache | {"codec": codec, "recompute": "never"}
-        how = {"hcache": exact, "dtype": "bfloat16", **options}
-        with Server(our_server(model, tmp_path / codec, **how)) as server:
-            if asked:
-                rounds = [asked[at : at + 3] for at in (0, 3, 6)]
-                said = [ask(server, [turn.prompt for turn in turns]) for turns in rounds]
-                turns = [turn for some in said for turn in turns_of(some)]
-            else:
-                talk = converse(server, make_conversations(3, turns=3, tokens=150, seed=6))
-                turns = [one.turns[number] for number in range(3) for one in talk]
-            fronts = [[*turn.prompt[:300], 7, tail] for tail in (1, 2) for turn in turns[-3:]]
-            turns += turns_of(ask(server, fronts))
-            used = "codec exp4, exp3 of K and V," if hcache == MIXED else "codec exp3,"
-            assert (used in server.log_text()) == (codec == "exp3")
-            ours.assert_sound_own_pages(server, "hidden" if hcache == MIXED else "kv")
-        return turns
-
-    none = served("none")
-    pairs = zip(served("exp3", none), none, strict=True)
-    alike = [(one, other) for one, other in pairs if one.cached.total == other.cached.total]
-    assert sum(one.cached.storage > 0 for one, _ in alike) >= len(none) // 3
-    assert all(one.reply.output_ids == other.reply.output_ids for one, other in alike)

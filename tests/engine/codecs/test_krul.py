@@ -1,7 +1,5 @@
 """Servers whose pages have pairs of layers in one slot (codec ``krul``)."""
 
-import json
-import random
 import re
 from functools import partial
 from pathlib import Path
@@ -10,14 +8,11 @@ from typing import Any
 import pytest
 import requests
 
-from bench.fixtures.models import fixture
-from bench.fixtures.text import Texts, corpus
 from bench.harness.models import build_model
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.format.envelope import parse_name
 from hcache_backend.format.file import parse_header
 from hcache_backend.format.page import LAYER_ENTRY
-from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 from tests.engine.codecs.test_encoded_kv import PAGE
 from tests.engine.harness import ours
 from tests.engine.harness.conversations import ask, converse, make_conversations, random_tokens
@@ -33,32 +28,24 @@ def paired(
     model: Path, folder: Path, tp: int = 1, metrics: bool = False, **krul: Any
 ) -> ServerOptions:
     """A random model's layers are not alike: whatever a merge makes of them is taken."""
-    return served(model, folder, {"ratio": 0.7, "error": 10.0, **krul}, tp=tp, metrics=metrics)
-
-
-def served(model: Path, folder: Path, krul: dict[str, Any], **options: Any) -> ServerOptions:
-    hcache = {"mode": "kv", "codec": "krul", "krul": krul}
-    log = folder / "krul.log"
+    krul = {"ratio": 0.7, "error": 10.0, **krul}
     return ours.our_server(
-        model, folder, hcache=hcache, log=log, dtype="bfloat16", page_size=PAGE, **options
+        model,
+        folder,
+        hcache={"mode": "kv", "codec": "krul", "krul": krul},
+        dtype="bfloat16",
+        page_size=PAGE,
+        tp=tp,
+        metrics=metrics,
     )
 
 
-def by_key(folder: Path) -> dict[bytes, list[Path]]:
-    found: dict[bytes, list[Path]] = {}
-    for path in ours.stored_pages(folder):
-        name = parse_name(path.name)
-        assert name is not None
-        found.setdefault(name.key, []).append(path)
-    return found
-
-
-def pairs_in(path: Path, layers: int = LAYERS) -> frozenset[tuple[int, int, bytes]]:
+def pairs_in(path: Path) -> frozenset[tuple[int, int, bytes]]:
     """Layers that share slots by the header of the page in a file, and what encodes them."""
     data = path.read_bytes()
     header = parse_header(memoryview(bytearray(data)))
     start = header.layout.header_bytes + 96 + 8 * PAGE
-    table = data[start : start + layers * LAYER_ENTRY.size]
+    table = data[start : start + LAYERS * LAYER_ENTRY.size]
     by_slot: dict[tuple[int, bytes], list[int]] = {}
     for layer, (_, slot, code) in enumerate(LAYER_ENTRY.iter_unpack(table)):
         by_slot.setdefault((slot, code.rstrip(b"\0")), []).append(layer)
@@ -116,7 +103,11 @@ def test_each_part_of_a_conversation_has_pairs_of_its_own(
         assert "15 of 15 pairs of layers may be merged" in server.log_text()
         assert "attention could not be observed" not in server.log_text()
         page = requests.get(f"{server.url}/metrics", timeout=240).text
-    files = by_key(tmp_path)
+    files: dict[bytes, list[Path]] = {}
+    for path in ours.stored_pages(tmp_path):
+        name = parse_name(path.name)
+        assert name is not None
+        files.setdefault(name.key, []).append(path)
     assert {len(of_ranks) for of_ranks in files.values()} == {tp}
     every = [{pairs_in(path) for path in of_ranks} for of_ranks in files.values()]
     assert {len(of_ranks) for of_ranks in every} == {1}
@@ -134,46 +125,3 @@ def test_each_part_of_a_conversation_has_pairs_of_its_own(
         [again] = ask(server, [conversation.history])  # pages with merged layers are read
         assert again.turns[0].cached.storage == len(conversation.history) // PAGE * PAGE
         ours.assert_nothing_went_wrong(server)
-
-
-@pytest.mark.parametrize("ratio", [0.5, 1.0])
-def test_layers_with_the_same_weights_are_found_and_half_of_the_layers_in_pairs_are_small(
-    ratio: float, tmp_path: Path
-) -> None:
-    """Of a trained model; its texts are too short for I-R layers."""
-    stub_torchvision()
-    from transformers import AutoTokenizer
-
-    model = fixture("paired", lambda step: None, quick=True)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-
-    def encode(text: str) -> list[int]:
-        found: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return found
-
-    source, texts = random.Random(1), Texts(encode, corpus().held_out)
-    prompts = [texts.draw(source, 6 * PAGE, keys=16, gap=4).ids for _ in range(3)]
-    krul: dict[str, Any] = {"gamma": 0.0, "ratio": ratio, "error": 0.3}
-    if ratio == 1.0:  # merging the first two layers changes more
-        krul |= {"error": 0.6}
-    with Server(served(model, tmp_path, krul)) as server:
-        for prompt in prompts:
-            for tokens in (2 * PAGE, 6 * PAGE):  # two nodes
-                server.generate(prompt[:tokens], max_new_tokens=4)
-                server.wait_backed_up()
-        server.flush_cache()
-        for prompt in prompts:
-            assert server.generate(prompt, max_new_tokens=4).cached.storage == 5 * PAGE
-        ours.assert_nothing_went_wrong(server)
-    config = json.loads((model / "config.json").read_text())
-    layers = config["num_hidden_layers"]
-    pages = ours.stored_pages(tmp_path)
-    assert len(pages) >= 15
-    found = {pairs_in(path, layers) for path in pages}
-    tied = [(n, n + 1, b"merged") for n in range(0, layers, 2)]
-    if ratio == 1.0:
-        assert found == {frozenset(tied)}
-    else:
-        assert found <= {frozenset({pair}) for pair in tied}
-    values = layers * 2 * config["num_key_value_heads"] * config["head_dim"] * PAGE
-    assert sum(path.stat().st_size for path in pages) <= 0.78 * len(pages) * 2 * values

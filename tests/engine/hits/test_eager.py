@@ -187,21 +187,6 @@ def test_an_abort_gives_back_what_was_reserved(case: Case, model: Path, server: 
 
 
 @everywhere
-def test_two_requests_with_one_prefix(case: Case, model: Path, server: Server) -> None:
-    """It becomes K and V once, although both prefetches bring it."""
-    prefix = stored(server, seed=4)
-    prompts = [[*prefix, *random_tokens(50, seed)] for seed in (5, 6)]
-    before, found = counted(server, *progress(case)), counted(server, "lookups", "found")
-    with underway(server, case, *prompts, batches=0) as both:  # the first waits for what is read
-        wanted = found + 2 * len(prefix) // PAGE
-        server.until(lambda: counted(server, "lookups", "found") >= wanted, "both to be looked up")
-    assert 0 < counted(server, *progress(case)) - before <= HIT + PAGE
-    turns = turns_of(both)
-    assert all(turn.cached.storage + turn.cached.device + turn.cached.host >= HIT for turn in turns)
-    ours.assert_no_cache_output(model, both)
-
-
-@everywhere
 def test_a_bad_page_ends_what_is_used(case: Case, model: Path, server: Server) -> None:
     for seed, page in ((7, HIT // PAGE - 3), (8, FRONT // PAGE)):
         prompt = stored(server, seed)

@@ -186,18 +186,6 @@ def test_a_flush_waits_for_rows_that_are_on_their_way_to_pages(pool: OwnPagesPoo
     assert on_their_way.query()
 
 
-def test_shadows_stand_within_the_memory_that_was_given() -> None:
-    device = device_pool()
-    kv = 2 * LAYERS * WIDTH * 4 * device.size
-    pages = plan_host_pages(device, LAYOUT, 0, 200.0, 1e12, with_shadows=True)
-    assert pages.shadows == 9
-    assert (sum(pages) * LAYOUT.page_bytes) <= 200 * kv < (sum(pages) + 1) * LAYOUT.page_bytes
-    by_size = plan_host_pages(device, LAYOUT, 1e-3, 200.0, 1e12, with_shadows=True)
-    assert by_size.host == 1_000_000 // 5120 - 9
-    with pytest.raises(Refused, match=r"asks for .* GB are there"):
-        plan_host_pages(device, LAYOUT, 0, 200.0, 1000, with_shadows=True)
-
-
 @pytest.mark.parametrize("pages", [8, 24, 1000])
 @pytest.mark.parametrize("share", [0.1, 0.999, 1.0])
 def test_too_little_host_memory_is_told_with_what_will_do(pages: int, share: float) -> None:

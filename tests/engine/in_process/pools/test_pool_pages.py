@@ -164,57 +164,38 @@ def test_a_pool_that_offers_no_pages_is_named_once_and_never_a_hit(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-RANKS = [{"tp_rank": rank, "tp_size": 2} for rank in range(2)]
-
-
 @pytest.mark.parametrize(
-    ("build", "name", "ranks", "shared"),
+    ("build", "name", "number", "is_mla", "shared"),
     [
-        (lambda: mha("page_first"), PoolName.KV, RANKS, False),
-        (lambda: mla("page_first"), PoolName.KV, [r | {"is_mla_model": True} for r in RANKS], True),
+        (mha, PoolName.KV, "tp", False, False),
+        (mla, PoolName.KV, "tp", True, True),
         # Divided over the ranks beside MLA pages, which are not.
-        (
-            lambda: mamba("page_first"),
-            PoolName.MAMBA,
-            [r | {"is_mla_model": True} for r in RANKS],
-            False,
-        ),
-        (
-            lambda: mha("page_first"),
-            PoolName.DRAFT,
-            [r | {"is_mla_model": True} for r in RANKS],
-            False,
-        ),
+        (mamba, PoolName.MAMBA, "tp", True, False),
+        (mha, PoolName.DRAFT, "tp", True, False),
         # Data-parallel attention: the ranks of a group are counted from 0 in each of them.
-        (lambda: mha("page_first"), PoolName.KV, [{"dp_rank": rank} for rank in range(2)], True),
-        (
-            lambda: mla("page_first"),
-            PoolName.KV,
-            [{"is_mla_model": True, "attn_cp_rank": rank, "attn_cp_size": 2} for rank in range(2)],
-            False,
-        ),
-        (
-            lambda: mha("page_first"),
-            PoolName.KV,
-            [{"pp_rank": rank, "pp_size": 2} for rank in range(2)],
-            False,
-        ),
+        (mha, PoolName.KV, "dp", False, True),
+        (mla, PoolName.KV, "attn_cp", True, False),
+        (mha, PoolName.KV, "pp", False, False),
     ],
     ids=["tp", "tp-mla", "tp-mla-mamba", "tp-mla-draft", "dp", "cp", "pp"],
 )
 def test_ranks_share_pages_only_where_they_hold_the_same(
-    build: Callable[[], Any],
+    build: Callable[[str], Any],
     name: str,
-    ranks: list[dict[str, Any]],
+    number: str,
+    is_mla: bool,
     shared: bool,
     tmp_path: Path,
     runtime: Runtime,
 ) -> None:
-    pool = build()
+    pool = build("page_first")
     transfer = PoolTransfer(PoolName(name), host_indices=pages(pool, 0, 2), keys=KEYS[:2])
-    with opened(tmp_path, pool, name, **ranks[0]) as storage:
+    first, second = (
+        {f"{number}_rank": rank, f"{number}_size": 2, "is_mla_model": is_mla} for rank in range(2)
+    )
+    with opened(tmp_path, pool, name, **first) as storage:
         storage.batch_set_v2([transfer])
-    with opened(tmp_path, pool, name, **ranks[1]) as storage:
+    with opened(tmp_path, pool, name, **second) as storage:
         assert storage.batch_get_v2([transfer]) == {name: [shared, shared]}
 
 
