@@ -227,33 +227,6 @@ def test_pressure_takes_what_was_reserved(case: Case, model: Path, server: Serve
     ours.assert_no_cache_output(model, [*replies, running])
 
 
-@everywhere
-def test_what_has_come_counts_at_a_timeout(case: Case, model: Path, server: Server) -> None:
-    """Detached meanwhile, and attached with another policy."""
-    prompt = stored(server, seed=11)
-    config = server.options.extra_config
-    assert isinstance(config, dict)
-    limits = {"prefetch_timeout_base": 3, "prefetch_timeout_per_ki_token": 0.1}
-    server.detach_storage()
-    ours.attach(server, config | limits, hicache_storage_prefetch_policy="timeout")
-    read_batches(server, 0 if case.has_front else 3)
-    before = recomputed_tokens(server)
-    replies = [*asked(server, prompt)]
-    assert 0 < storage(*replies)[0] <= (FRONT if case.has_front else 3 * BATCH)
-    assert storage(*replies) == [recomputed_tokens(server) - before] or not case.has_front
-    read_batches(server, None)
-    replies.extend(asked(server, prompt))
-    server.detach_storage()
-    ours.attach(server, config, hicache_storage_prefetch_policy="best_effort")
-    server.flush_cache()
-    before = recomputed_tokens(server)
-    replies.extend(asked(server, prompt))  # read in order: it may end at any time
-    assert recomputed_tokens(server) == before
-    server.detach_storage()
-    ours.attach(server, config, hicache_storage_prefetch_policy="wait_complete")
-    ours.assert_no_cache_output(model, replies)
-
-
 @in_order
 def test_other_weights_during_a_restore(model: Path, model_cache: Path, server: Server) -> None:
     """An update waits for requests, but not for those that are paused; nothing is flushed.

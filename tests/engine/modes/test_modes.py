@@ -122,21 +122,6 @@ def test_a_wrong_option_stops_the_start(
         assert f"hcache: {too_late}" not in log
 
 
-def test_settings_that_store_little_or_nothing_are_warned_of(model: Path, tmp_path: Path) -> None:
-    options = ours.our_server(model, tmp_path, page_size=1, hcache={"quota_bytes": 4096})
-    with Server(options) as server:
-        log = server.log_text()
-        assert (
-            log.count("hcache: the page size is 1: every token becomes a file, and pages of") == 1
-        )
-        assert "start the server with --page-size 64" in log
-        bound = "option 'quota_bytes' allows 4,096 bytes of page files, and with"
-        assert log.count(f"hcache: {tmp_path / 'l3'} can hold no page: {bound}") == 1
-        assert server.generate(list(range(3, 40)), 2).output_ids
-        server.wait_for_log(f"hcache: {tmp_path / 'l3'} is full: {bound}")
-    assert not ours.stored_pages(tmp_path)
-
-
 def test_pages_prove_themselves_in_sglangs_file_backend(model: Path, tmp_path: Path) -> None:
     env = ours.hidden_mode_env(partition=ours.partition(1, 2, 1))
     with Server(ours.file_backend(model, tmp_path, extra_env=env)) as server:

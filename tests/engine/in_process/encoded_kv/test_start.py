@@ -97,20 +97,6 @@ def test_pages_that_are_hardly_more_than_their_header_are_refused() -> None:
         start._check_copies(plan_of(kv_pool(page=1), "none"))
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize(("codec", "least", "most"), [("none", 0.99, 1.0), ("exp4", 1.28, 1.31)])
-def test_host_memory_holds_so_many_times_the_tokens_of_sglangs_own_pool(
-    codec: str, least: float, most: float, page_size: int
-) -> None:
-    """With Llama-3-8B: 32 layers, 8 heads of 128 values. SGLang's has no headers."""
-    kvcache = kv_cache_of_llama_3_8b(page_size)
-    plan, twice = plan_of(kvcache, codec), 2 * kvcache.size
-    pages = plan_host_pages(kvcache, plan.layout, 0, 2.0, 1e12, with_shadows=False)
-    assert pages.shadows == 0
-    assert least * twice <= pages.host * page_size <= most * twice
-    assert pages.host * plan.layout.page_bytes <= twice * 32 * 2 * 8 * 128 * 2
-
-
 @pytest.mark.parametrize(("size_gb", "ratio"), [(0, 2.0), (8, 0.0)])
 def test_the_largest_memory_that_is_named_fits(size_gb: int, ratio: float) -> None:
     """SGLang would end the server: nothing asks for less by itself if a size is given."""

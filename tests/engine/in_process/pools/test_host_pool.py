@@ -42,11 +42,15 @@ CODEC = ExactCodec.of_rows(WIDTH, torch.float32)
 LAYOUT = PageLayout(PAGE, (hidden_layer(PAGE, CODEC.row_bytes, WIDTH),) * LAYERS)
 
 
+SLOTS = torch.arange(3 * PAGE, 4 * PAGE)
+"""Of a device page."""
+
+
 def device_pool(pages: int = 8) -> Any:
     return kv_pool(1, WIDTH, dtype=torch.float32, pages=pages)
 
 
-def new_pool(**options: bool) -> OwnPagesPool:
+def new_pool(**options: bool) -> Any:
     device = device_pool()
     return OwnPagesPool(
         device,
@@ -62,34 +66,32 @@ def new_pool(**options: bool) -> OwnPagesPool:
 
 
 @pytest.fixture
-def pool() -> OwnPagesPool:
-    pool = new_pool()
-    capture = StagedCapture(
-        pool.arena,
-        pool.kv_buffer,
-        Staging(LAYERS, CODEC.hidden_size, CODEC.dtype, 32, "cpu"),
-        range(2),
-        CODEC,
-    )
-    pool.use(None, capture)  # type: ignore[arg-type]
-    return pool
+def pool() -> Any:
+    made, staging = new_pool(), Staging(LAYERS, WIDTH, CODEC.dtype, 32, "cpu")
+    capture = StagedCapture(made.arena, made.kv_buffer, staging, range(LAYERS), CODEC)
+    made.use(None, capture)
+    return made
 
 
-def save(pool: OwnPagesPool, page: int) -> torch.Tensor:
-    """One forward pass over a device page; the rows of layer 1."""
-    capture = pool._capture
-    assert capture is not None
-    slots = torch.arange(page * PAGE, (page + 1) * PAGE)
-    hidden = torch.randn(LAYERS, PAGE, WIDTH)
+def settle(pool: Any) -> None:
+    pool._capture.transfers().synchronize()
+    pool._capture.ledger.settle()
+
+
+def backed_up(pool: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of layer 1 of a forward pass over a device page, and the host indices of its backup."""
+    capture, hidden = pool._capture, torch.randn(LAYERS, PAGE, WIDTH)
     capture.ledger.pass_begins()
-    step = capture.begin(slots, slots, slots)
-    assert step is not None
+    step = capture.begin(SLOTS, SLOTS, SLOTS)
     for layer in range(LAYERS):
         capture.take(layer, hidden[layer])
     assert capture.end(step, replayed=False)
-    capture.transfers().synchronize()
-    capture.ledger.settle()
-    return hidden[1]
+    settle(pool)
+    indices = pool.alloc(PAGE)
+    before = pool.get_page_buffer_meta(indices)
+    capture.back_up(SLOTS.numpy(), pool.page_ids(indices))
+    assert pool.get_page_buffer_meta(indices) != before
+    return hidden[1], indices
 
 
 def test_memory_is_pinned_in_whole_pages_and_the_log_says_that_it_goes_on(
@@ -111,33 +113,25 @@ def test_memory_is_pinned_in_whole_pages_and_the_log_says_that_it_goes_on(
     assert "hcache: pinning 0.0 GB: 0 s so far" in caplog.messages
 
 
-def test_hicache_gets_exactly_the_pages_that_are_its_own(pool: OwnPagesPool) -> None:
+def test_hicache_gets_exactly_the_pages_that_are_its_own(pool: Any) -> None:
     assert pool.available_size() == 6 * PAGE
     assert pool.kv_buffer.shape == (15, LAYOUT.page_bytes)
     assert pool.alloc(7 * PAGE) is None
 
 
-def test_a_logical_index_stays_while_its_memory_moves(pool: OwnPagesPool) -> None:
-    rows = save(pool, 3)
-    indices = pool.alloc(PAGE)
-    assert indices is not None
-    before = pool.get_page_buffer_meta(indices)
-    assert pool._capture is not None
-    pool._capture.back_up(np.arange(3 * PAGE, 4 * PAGE), pool.page_ids(indices))
-    (pointer,), (length,) = pool.get_page_buffer_meta(indices)
-    assert ([pointer], [length]) != before
+def test_a_logical_index_stays_while_its_memory_moves(pool: Any) -> None:
+    rows, indices = backed_up(pool)
+    pointers, lengths = pool.get_page_buffer_meta(indices)
     page = pool.get_data_page(int(indices[0]))
-    assert page.data_ptr() == pointer and length == LAYOUT.page_bytes
-    stored = page[LAYOUT.segment(1)].view(torch.float32).view(PAGE, WIDTH)
-    assert torch.equal(stored, rows)
+    assert ([page.data_ptr()], [LAYOUT.page_bytes]) == (pointers, lengths)
+    assert torch.equal(page[LAYOUT.segment(1)].view(torch.float32).view(PAGE, WIDTH), rows)
     other = torch.arange(LAYOUT.page_bytes, dtype=torch.int64).to(torch.uint8)
     pool.set_from_flat_data_page(int(indices[0]), other)
     assert torch.equal(pool.get_data_page(int(indices[0])), other)
 
 
-def test_pieces_of_a_page_follow_each_other(pool: OwnPagesPool) -> None:
+def test_pieces_of_a_page_follow_each_other(pool: Any) -> None:
     indices = pool.alloc(2 * PAGE)
-    assert indices is not None
     whole, _ = pool.get_page_buffer_meta(indices)
     pool.pieces_per_page = 2
     pointers, sizes = pool.get_page_buffer_meta(indices)
@@ -146,12 +140,9 @@ def test_pieces_of_a_page_follow_each_other(pool: OwnPagesPool) -> None:
     assert [sum(sizes[:2]), sum(sizes[2:])] == [LAYOUT.page_bytes] * 2
 
 
-def test_freeing_a_host_page_gives_rows_back_to_the_device(pool: OwnPagesPool) -> None:
-    save(pool, 3)
-    indices = pool.alloc(PAGE)
-    assert indices is not None and pool._capture is not None
-    slots = np.arange(3 * PAGE, 4 * PAGE)
-    pool._capture.back_up(slots, pool.page_ids(indices))
+def test_freeing_a_host_page_gives_rows_back_to_the_device(pool: Any) -> None:
+    _, indices = backed_up(pool)
+    slots = SLOTS.numpy()
     assert pool.arena.problem(slots) == "rows backed up already"
     pool.free(indices)
     assert pool.arena.problem(slots) is None
@@ -162,21 +153,19 @@ def test_freeing_a_host_page_gives_rows_back_to_the_device(pool: OwnPagesPool) -
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_recomputed_rows_are_there_before_they_are_taken(fits: bool, pool: OwnPagesPool) -> None:
+def test_recomputed_rows_are_there_before_they_are_taken(fits: bool, pool: Any) -> None:
     indices = pool.alloc(PAGE)
-    assert indices is not None and pool._capture is not None
-    host_pages, slots = pool.page_ids(indices), torch.arange(2 * PAGE, 3 * PAGE)
-    rows: Any = SimpleNamespace(save=lambda pages: torch.tensor([fits]))
+    host_pages = pool.page_ids(indices)
     pool.arena.recomputed(host_pages, np.arange(PAGE), np.arange(PAGE))
-    pool.save_recomputed(host_pages, slots, rows)
+    rows = SimpleNamespace(save=lambda pages: torch.tensor([fits]))
+    pool.save_recomputed(host_pages, SLOTS, rows)
     pool.on_freed.append(lambda pages: pool.settle())
-    pool._capture.ledger.loaded(slots, host_pages)
+    pool._capture.ledger.loaded(SLOTS, host_pages)
     pool.free(indices)
-    assert pool.arena.problem(slots.numpy()) == (None if fits else "rows not valid")
+    assert pool.arena.problem(SLOTS.numpy()) == (None if fits else "rows not valid")
 
 
-def test_a_flush_waits_for_rows_that_are_on_their_way_to_pages(pool: OwnPagesPool) -> None:
-    assert pool._capture is not None
+def test_a_flush_waits_for_rows_that_are_on_their_way_to_pages(pool: Any) -> None:
     arrive = threading.Event()
     pool._capture._transfer.run(arrive.wait)
     on_their_way = pool._capture.transfers()
@@ -236,23 +225,26 @@ class Gpu(streams.Door):
 
 
 @pytest.mark.parametrize(
-    ("longest", "recorded", "capacity"),
-    [(8192, 0, 512), (1024, 0, 128), (1024, 8192, 8192)],
-    ids=["two layers of a prefill", "two decode steps", "the largest graph"],
+    ("requests", "longest", "recorded", "free", "capacity"),
+    [
+        pytest.param(64, 8192, 0, 8192, 512, id="two layers of a prefill"),
+        pytest.param(64, 1024, 0, 8192, 128, id="two decode steps"),
+        pytest.param(64, 1024, 8192, 8192, 8192, id="the largest graph"),
+        pytest.param(1, 512, 32, 64, 64, id="two graphs"),
+        pytest.param(1, 512, 32, 63, 32, id="room for one graph"),
+    ],
 )
 def test_staging_holds_what_is_written_at_a_time(
-    longest: int, recorded: int, capacity: int, staging: Callable[..., Staging]
+    requests: int,
+    longest: int,
+    recorded: int,
+    free: int,
+    capacity: int,
+    staging: Callable[..., Staging],
 ) -> None:
-    with streams.through(Gpu(4 * Staging.bytes_for(32, CODEC.row_bytes, 8192))):
-        assert staging(longest, 32, recorded=recorded, requests=64).capacity == capacity
-
-
-@pytest.mark.parametrize(("lacks", "capacity"), [(0, 64), (1, 32)])
-def test_staging_holds_two_of_the_largest_graphs_where_sglang_left_enough(
-    staging: Callable[..., Staging], lacks: int, capacity: int
-) -> None:
-    with streams.through(Gpu(4 * Staging.bytes_for(LAYERS, CODEC.row_bytes, 64) - lacks)):
-        assert staging(16 * LAYERS, LAYERS, recorded=32).capacity == capacity
+    """``free``: tokens that a quarter of the device memory holds that SGLang left."""
+    with streams.through(Gpu(4 * Staging.bytes_for(32, CODEC.row_bytes, free))):
+        assert staging(longest, 32, recorded=recorded, requests=requests).capacity == capacity
 
 
 def test_staging_takes_a_quarter_of_what_is_left(staging: Callable[..., Staging]) -> None:
@@ -266,21 +258,16 @@ def test_staging_takes_a_quarter_of_what_is_left(staging: Callable[..., Staging]
 
 
 @pytest.mark.parametrize("tokens_only", [False, True])
-def test_embeddings_that_tokens_do_not_tell_are_not_backed_up_where_layers_are_recomputed(
-    tokens_only: bool, pool: OwnPagesPool
+def test_embeddings_that_tokens_do_not_tell_are_not_recomputed(
+    tokens_only: bool, pool: Any
 ) -> None:
+    """So where first layers are, they are not backed up."""
     model = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS)]
     capture = HiddenCapture([(layer, [layer[0]]) for layer in model])
-    assert pool._capture is not None
     capture.use(pool._capture, tokens_only=tokens_only)
-    where, hidden = torch.arange(PAGE, 2 * PAGE), torch.randn(PAGE, WIDTH)
-    batch = SimpleNamespace(
-        out_cache_loc=where,
-        input_ids=where,
-        positions=where,
-        input_embeds=hidden,
-        replace_embeds=None,
-    )
+    hidden = torch.randn(PAGE, WIDTH)
+    tokens = dict.fromkeys(("out_cache_loc", "input_ids", "positions"), SLOTS)
+    batch = SimpleNamespace(**tokens, input_embeds=hidden, replace_embeds=None)
 
     def forward() -> SimpleNamespace:
         for layer in model:
@@ -289,10 +276,9 @@ def test_embeddings_that_tokens_do_not_tell_are_not_backed_up_where_layers_are_r
 
     with torch.no_grad():
         capture.forward(batch, forward)
-    pool._capture.transfers().synchronize()
-    pool._capture.ledger.settle()
+    settle(pool)
     problem = "rows not valid" if tokens_only else None
-    assert pool.arena.problem(where.numpy()) == problem
+    assert pool.arena.problem(SLOTS.numpy()) == problem
 
 
 def test_scales_of_fp8_tell_own_and_plain_pages_apart(
