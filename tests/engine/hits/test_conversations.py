@@ -36,25 +36,22 @@ ABREAST, A_BOUT = 4, 10
 """Conversations at a time, and between two moments when nobody talks."""
 STALL_S = 5.0
 KINDS = ("aborted", "disconnected", "device", "host", "storage", "flushes", "weight updates")
+HALF = {"dtype": "bfloat16"}
 SERVERS: dict[str, dict[str, Any]] = {
     "hidden": {"stored": "recompute"},
     "K and V": {"stored": "recompute, kv", "family": "qwen3"},
     "mixed": {"stored": "recompute, mixed"},
-    "codec": {"stored": "recompute, kv", "family": "qwen3", "dtype": "bfloat16"},
-    "codec, mixed": {"stored": "recompute, mixed", "dtype": "bfloat16"},
+    "codec": {"stored": "recompute, kv", "family": "qwen3", **HALF},
+    "codec, mixed": {"stored": "recompute, mixed", **HALF},
     "two ranks": {"stored": "recompute, mixed", "tp": 2},
-    "codec, two ranks": {"stored": "recompute, mixed", "dtype": "bfloat16", "tp": 2},
+    "codec, two ranks": {"stored": "recompute, mixed", **HALF, "tp": 2},
     "from the back": {"stored": "kv, from the back", "family": "qwen3"},
-    "from the back, codec": {"stored": "kv, from the back", "family": "qwen3", "dtype": "bfloat16"},
+    "from the back, codec": {"stored": "kv, from the back", "family": "qwen3", **HALF},
     "from the back, two ranks": {"stored": "kv, from the back", "tp": 2},
     "from the back, hidden": {"stored": "hidden, from the back"},
-    "from the back, mixed, codec": {"stored": "mixed, from the back", "dtype": "bfloat16"},
+    "from the back, mixed, codec": {"stored": "mixed, from the back", **HALF},
     "from the back, mixed, two ranks": {"stored": "mixed, from the back", "tp": 2},
-    "from the back, mixed, codec, two ranks": {
-        "stored": "mixed, from the back",
-        "dtype": "bfloat16",
-        "tp": 2,
-    },
+    "from the back, mixed, codec, two ranks": {"stored": "mixed, from the back", **HALF, "tp": 2},
     "not recomputed": {"stored": "kv", "family": "qwen3"},
     "latents": {"stored": "kv, from the back", "family": "deepseek"},
     "latents, two ranks": {"stored": "kv, from the back", "family": "deepseek", "tp": 2},
@@ -67,7 +64,6 @@ def test_random_conversations(
     model_cache: Path,
     tmp_path: Path,
     record_property: Callable[[str, object], None],
-    pytestconfig: pytest.Config,
 ) -> None:
     how = dict(SERVERS[name])
     stored, family = how.pop("stored"), how.pop("family", "llama")
@@ -77,9 +73,7 @@ def test_random_conversations(
     options = eager_server(
         model, tmp_path, stored, faults=faults, max_total_tokens=1536, hicache_ratio=1.1, **how
     )
-    dice, plugin = random.Random(name), pytestconfig.pluginmanager.get_plugin
-    progress, capture = plugin("terminalreporter"), plugin("capturemanager")
-    assert progress is not None and capture is not None
+    dice = random.Random(name)
     with Server(options) as server:
         server.update_weights_from_disk(model)  # from now on replies name their weights
         clients = Clients(server, ABREAST, aborted=0.2, kept=1 << 30, seed=1)
@@ -95,9 +89,7 @@ def test_random_conversations(
                 seen.append(tokens(server, "eager_recomputed"))
             return all(seen) and (not encoded or bool(tokens(server, "not_encodable")))
 
-        while (begun := clients.counts["conversations"]) < CONVERSATIONS or not everything():
-            with capture.global_and_fixture_disabled():
-                progress.write_line(f"{name}: {begun} of {CONVERSATIONS} conversations")
+        while clients.counts["conversations"] < CONVERSATIONS or not everything():
             with trouble.going_on():
                 clients.begin(A_BOUT)
             server.wait_backed_up()
@@ -110,13 +102,8 @@ def test_random_conversations(
                 clients.counts["flushes"] += 1
         counters = fetch(server.url).counters
         assert_fine(server, stored)
-    found: dict[str, Mapping[str, float]] = {
-        "talk": clients.counts,
-        "trouble": trouble.counts,
-        "slices": counters["slices"],
-        "l3_tokens": counters["l3_tokens"],
-        "tokens": counters["tokens"],
-    }
+    found: dict[str, Mapping[str, float]] = {"talk": clients.counts, "trouble": trouble.counts}
+    found |= {what: counters[what] for what in ("slices", "l3_tokens", "tokens")}
     for what, counts in found.items():
         record_property(what, dict(sorted(counts.items())))
     for weights in (model, other):

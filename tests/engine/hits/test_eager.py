@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -49,90 +48,83 @@ REQUESTS = int(os.environ.get("HCACHE_TEST_EAGER_REQUESTS", "32"))
 HIT = (800 - 1) // PAGE * PAGE
 FRONT = HIT - BATCH
 """Tokens before the first batch that is read from the back."""
+LONG = pytest.mark.long
 SIZES = {"max_total_tokens": 2560, "hicache_ratio": 8.0}
 
 
-class Case(NamedTuple):
-    family: str
-    pages: str
-
-    @property
-    def has_front(self) -> bool:
-        return self.pages.endswith("from the back")
-
-
-def cases(often: Collection[Case], *more: Case) -> pytest.MarkDecorator:
-    """The test has the cases ``often`` in every run, and ``more`` in long ones."""
-    every = [*often, *(pytest.param(case, marks=pytest.mark.long) for case in more)]
-    return pytest.mark.parametrize("case", every, ids=", ".join, indirect=True, scope="module")
-
-
 KV, HIDDEN, MIXED = (f"{pages}, from the back" for pages in ("kv", "hidden", "mixed"))
-HIDDEN_IN_ORDER, KV_IN_ORDER, MIXED_IN_ORDER = (
-    Case("llama", pages) for pages in ("hidden", "kv", "mixed")
+IN_ORDER, FROM_THE_BACK = ("hidden", "kv", "mixed"), (KV, HIDDEN, MIXED)
+
+
+def cases(*every: str, often: Collection[str] = ("hidden", KV)) -> pytest.MarkDecorator:
+    """How servers of the test store layers, see `STORED`; those that are not for every run are for
+    long tests."""
+    params = [pytest.param(case, marks=() if case in often else LONG) for case in every]
+    return pytest.mark.parametrize("case", params, indirect=True, scope="module")
+
+
+everywhere, in_order, fronts = (
+    cases(*every) for every in ((*IN_ORDER, *FROM_THE_BACK), IN_ORDER, FROM_THE_BACK)
 )
-KV_FRONT, MIXED_FRONT = Case("qwen3", KV), Case("llama", MIXED)
-MORE_FRONTS = Case("llama", KV), Case("llama", HIDDEN)
-everywhere = cases(
-    [HIDDEN_IN_ORDER, KV_FRONT], KV_IN_ORDER, MIXED_IN_ORDER, MIXED_FRONT, *MORE_FRONTS
-)
-in_order = cases([HIDDEN_IN_ORDER], KV_IN_ORDER, MIXED_IN_ORDER)
-fronts = cases([KV_FRONT], MIXED_FRONT, *MORE_FRONTS)
+
+
+def has_front(case: str) -> bool:
+    return case in FROM_THE_BACK
 
 
 @pytest.fixture(scope="module")
-def case(request: pytest.FixtureRequest) -> Case:
-    chosen: Case = request.param
-    return chosen
+def case(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def model(case: Case, model_cache: Path) -> Path:
-    return build_model(case.family, model_cache)
+def model(case: str, model_cache: Path) -> Path:
+    """With as many KV heads as heads where hidden states are stored."""
+    return build_model("qwen3" if case == KV else "llama", model_cache)
 
 
 @pytest.fixture(scope="module")
-def shared(case: Case, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = eager_server(model, tmp_path_factory.mktemp("eager"), case.pages, **SIZES)
+def shared(case: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = eager_server(model, tmp_path_factory.mktemp("eager"), case, **SIZES)
     with Server(options) as server:
         yield server
 
 
 @pytest.fixture
-def server(shared: Server, case: Case) -> Iterator[Server]:
+def server(shared: Server, case: str) -> Iterator[Server]:
     read_batches(shared, None)
     shared.flush_cache()
     yield shared
     read_batches(shared, None)
-    assert_fine(shared, case.pages)
+    assert_fine(shared, case)
 
 
 def recomputed_tokens(server: Server) -> float:
     return counted(server, "l3_tokens", "recomputed")
 
 
-def progress(case: Case) -> tuple[str, str]:
+def progress(case: str) -> tuple[str, str]:
     """The metric of what becomes K and V before the load."""
-    return ("l3_tokens", "recomputed") if case.has_front else ("tokens", "eager")
+    return ("l3_tokens", "recomputed") if has_front(case) else ("tokens", "eager")
 
 
 @contextmanager
 def underway(
-    server: Server, case: Case, *prompts: list[int], front: int | None = None, batches: int = 2
+    server: Server, case: str, prompt: list[int], front: int | None = None, batches: int = 2
 ) -> Iterator[list[Conversation]]:
-    """A part of the first of ``prompts`` is K and V when the block begins: so many pages of its
+    """A part of ``prompt`` is K and V when the block begins: so many pages of its
     front (None: all but its last batch), or so many batches.
 
-    All others are read when it ends; then all replies are there.
+    All others are read when it ends; then the reply is there.
     """
     replies: list[Conversation] = []
-    if case.has_front:
+    if has_front(case):
         read_batches(server, 0, front)
         wanted = FRONT if front is None else front * PAGE
     else:
         read_batches(server, batches)
         wanted = batches * BATCH
-    asking = threading.Thread(target=lambda: replies.extend(asked(server, *prompts)))
+    asking = threading.Thread(target=lambda: replies.extend(asked(server, prompt)))
     with until_more(server, *progress(case), wanted):
         asking.start()
     yield replies
@@ -164,15 +156,15 @@ def test_it_is_right_whatever_has_arrived_at_the_load(model: Path, server: Serve
 
 
 @everywhere
-def test_an_abort_gives_back_what_was_reserved(case: Case, model: Path, server: Server) -> None:
+def test_an_abort_gives_back_what_was_reserved(case: str, model: Path, server: Server) -> None:
     prompt = stored(server, seed=3)
     for part in (0, 1, 3):  # there is room for less than three reservations
         before, rid = counted(server, *progress(case)), uuid.uuid4().hex
-        read_batches(server, 0 if case.has_front else part, part)
+        read_batches(server, 0 if has_front(case) else part, part)
         body = {"rid": rid, "input_ids": prompt, "sampling_params": {"max_new_tokens": 4}}
         ask_it = partial(server._request, "POST", "/generate", json=body, timeout=600)  # may fail
         gone = threading.Thread(target=ask_it)
-        taken = part * (PAGE if case.has_front else BATCH)
+        taken = part * (PAGE if has_front(case) else BATCH)
         with until_more(server, *progress(case), taken), until_more(server, "lookups", "found", 1):
             gone.start()
         server.abort_request(rid)
@@ -187,7 +179,7 @@ def test_an_abort_gives_back_what_was_reserved(case: Case, model: Path, server: 
 
 
 @everywhere
-def test_a_bad_page_ends_what_is_used(case: Case, model: Path, server: Server) -> None:
+def test_a_bad_page_ends_what_is_used(case: str, model: Path, server: Server) -> None:
     for seed, page in ((7, HIT // PAGE - 3), (8, FRONT // PAGE)):
         prompt = stored(server, seed)
         token_ids = np.array(prompt[page * PAGE : (page + 1) * PAGE], np.int32).tobytes()
@@ -201,7 +193,7 @@ def test_a_bad_page_ends_what_is_used(case: Case, model: Path, server: Server) -
 
 
 @everywhere
-def test_a_flush_waits_for_the_request(case: Case, model: Path, server: Server) -> None:
+def test_a_flush_waits_for_the_request(case: str, model: Path, server: Server) -> None:
     prompt = stored(server, seed=9)
     with (
         underway(server, case, prompt) as replies,
@@ -215,7 +207,7 @@ def test_a_flush_waits_for_the_request(case: Case, model: Path, server: Server) 
 
 
 @everywhere
-def test_pressure_takes_what_was_reserved(case: Case, model: Path, server: Server) -> None:
+def test_pressure_takes_what_was_reserved(case: str, model: Path, server: Server) -> None:
     prompt = stored(server, seed=10)
     with (
         counting(server, not_ready_at_load="tokens") as found,
@@ -259,9 +251,9 @@ def test_other_weights_during_a_restore(model: Path, model_cache: Path, server: 
 # ---- fronts ----
 
 
-@cases([KV_FRONT, MIXED_FRONT], *MORE_FRONTS)
+@cases(*FROM_THE_BACK, often=(KV, MIXED))
 @pytest.mark.parametrize("front", [1, 35, FRONT // PAGE], ids=["short", "long", "all"])
-def test_front_and_back_meet_anywhere(front: int, case: Case, model: Path, server: Server) -> None:
+def test_front_and_back_meet_anywhere(front: int, case: str, model: Path, server: Server) -> None:
     """Wherever they meet."""
     prompt, before = stored(server, seed=20 + front), recomputed_tokens(server)
     with (
@@ -282,7 +274,7 @@ def crowd_out(server: Server) -> None:
 
 
 @fronts
-def test_what_was_recomputed_is_in_host_memory_too(case: Case, model: Path, server: Server) -> None:
+def test_what_was_recomputed_is_in_host_memory_too(case: str, model: Path, server: Server) -> None:
     prompt = stored(server, seed=3)
     with underway(server, case, prompt) as replies:
         pass
@@ -315,7 +307,7 @@ def test_a_front_needs_its_prefix_on_the_device(tier: str, model: Path, server: 
 
 
 @fronts
-def test_of_other_pages_only_the_front_counts(case: Case, model: Path, server: Server) -> None:
+def test_of_other_pages_only_the_front_counts(case: str, model: Path, server: Server) -> None:
     folder = server.options.log.parent
     before = set(ours.stored_pages(folder))
     prompt = stored(server, seed=13)
@@ -331,7 +323,7 @@ def test_of_other_pages_only_the_front_counts(case: Case, model: Path, server: S
 
 @pytest.mark.parametrize(
     "name",
-    ["hidden", *(pytest.param(n, marks=pytest.mark.long) for n in ("kv", KV, "recompute"))],
+    ["hidden", *(pytest.param(n, marks=LONG) for n in ("kv", KV, "recompute"))],
 )
 def test_two_ranks_of_which_one_has_misses_decide_the_same(
     name: str, model_cache: Path, tmp_path: Path
@@ -362,8 +354,8 @@ def test_two_ranks_of_which_one_has_misses_decide_the_same(
     ("fault", "dtype"),
     [
         pytest.param("attention_in_blocks", "bfloat16", id="blocks"),
-        pytest.param("attention_in_blocks", "float32", id="float32", marks=pytest.mark.long),
-        pytest.param("", "bfloat16", id="rows", marks=pytest.mark.long),
+        pytest.param("attention_in_blocks", "float32", id="float32", marks=LONG),
+        pytest.param("", "bfloat16", id="rows", marks=LONG),
     ],
 )
 def test_a_front_sums_as_attention_does(
@@ -371,7 +363,7 @@ def test_a_front_sums_as_attention_does(
 ) -> None:
     """It is as exact as what was stored, whatever sums first: blocks of keys, or parts of sums by
     the number of rows, as on every GPU."""
-    llama, case = build_model("llama", model_cache), Case("llama", KV)
+    llama, case = build_model("llama", model_cache), KV
     how = {"extra_env": {reordering.VARIABLE: "1"}}
     if fault:  # in this attention
         how = {"faults": f"batches_in_step,{fault}", "attention_backend": "torch_native"}
