@@ -1,5 +1,6 @@
 """Encoded K and V in host memory: what comes back, and what becomes of units that do not fit."""
 
+import itertools
 import threading
 from typing import Any
 
@@ -71,6 +72,34 @@ def test_segments_come_back_to_other_slots_bit_for_bit(
     assert torch.equal(device.v_buffer[1][target], want[1])
     assert torch.equal(device.k_buffer[0], others[0])
     assert torch.equal(device.k_buffer[1][: 4 * page], others[1])
+
+
+def by_reference(server: Host, *pages: int) -> torch.Tensor:
+    """K and V of pages as the codec's reference brings them back, as :func:`bits` has them."""
+    buffers = zip(server.device.k_buffer, server.device.v_buffer, strict=True)
+    held = [[plane[slots_of(*pages)] for plane in kv] for kv in buffers]
+    back, _ = server.kv.through_codec(server.pool.page_layout, held)
+    return torch.stack([kv[part].view(torch.int16) for part in (0, 1) for kv in back])
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype"), itertools.product(("int8", "fp8"), (torch.bfloat16, torch.float16))
+)
+def test_pages_come_back_as_the_reference_decodes_them(codec: str, dtype: torch.dtype) -> None:
+    server = Host(codec=codec, dtype=dtype)
+    for planes in (server.device.k_buffer, server.device.v_buffer):
+        for plane in planes:
+            plane.mul_(torch.randn(plane.shape[1:]).exp())
+            plane.mul_(torch.randn(len(plane), 1, 1).exp())
+    checks, lost = checked(server)
+    want = by_reference(server, 1, 3)
+    assert not torch.equal(want, bits(server.device, 1, 3))
+    host = server.backed_up(1, 3)
+    compare_all(checks)
+    assert torch.equal(server.load(host, 7, 5), want)
+    compare_all(checks)
+    assert not checks._waiting
+    assert lost == [] and server.lost(host) == [False, False]
 
 
 def saved(server: Host, *pages: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ from hcache_backend.start.page_plan import (
 )
 from hcache_kernels.codecs import SEGMENT_CODECS, exp4
 from tests.engine.in_process.pools.host_pools import kv_cache_of_llama_3_8b
-from tests.kit.host import DEVICE_PAGES, PAGE, bits, kv_pool, slots_of
+from tests.kit.host import DEVICE_PAGES, LAYERS, PAGE, bits, kv_pool, slots_of
 
 
 def pool_for(codec: str) -> Any:
@@ -197,6 +197,31 @@ def test_a_codec_of_wrong_bytes_is_refused(
     monkeypatch.setattr(plan.kv, "_save_layer", wrong)
     with pytest.raises(Refused, match="K or V of layer 0 come back"):
         try_copies(plan)
+
+
+@pytest.mark.parametrize(("codec", "used"), [("int8", "none"), ("fp8", "fp8"), ("exp4", "exp4")])
+def test_a_change_that_is_too_large(
+    codec: str, used: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One token stands out: int8 rounds away what the others have in its channels."""
+    device = kv_pool()
+    device.k_buffer[1][2 * PAGE + 3] *= 100
+    with caplog.at_level("WARNING", "hcache"):
+        assert tried(device, codec) == used
+    said = "codec 'int8' is not used, K and V are stored as they are (codec 'none'): it changes K "
+    assert (said + "of layer 1 by" in caplog.text) == (used == "none")
+    assert bool(caplog.text) == (used == "none")
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_a_codec_that_cannot_hold_it_is_refused(
+    codec: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = kv_pool()
+    device.k_buffer[LAYERS - 1][2 * PAGE + 3, 1, 2] = float("inf")
+    with caplog.at_level("WARNING", "hcache"):
+        assert tried(device, codec) == "none"
+    assert "(codec 'none'): it cannot hold K and V of layer 1" in caplog.text
 
 
 SHARES = {"none": 1.0, "exp4": 0.766, "exp3": 0.725, "int8": 0.5625, "fp8": 0.5625}
