@@ -60,10 +60,7 @@ SERVERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_random_conversations(
-    name: str,
-    model_cache: Path,
-    tmp_path: Path,
-    record_property: Callable[[str, object], None],
+    name: str, model_cache: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     how = dict(SERVERS[name])
     stored, family = how.pop("stored"), how.pop("family", "llama")

@@ -322,8 +322,7 @@ def test_of_other_pages_only_the_front_counts(case: str, model: Path, server: Se
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["hidden", *(pytest.param(n, marks=LONG) for n in ("kv", KV, "recompute"))],
+    "name", ["hidden", *(pytest.param(n, marks=LONG) for n in ("kv", KV, "recompute"))]
 )
 def test_two_ranks_of_which_one_has_misses_decide_the_same(
     name: str, model_cache: Path, tmp_path: Path

@@ -17,15 +17,7 @@ from hcache_backend.cli.metrics_page import fetch
 from tests.engine.harness.conversations import random_tokens
 from tests.engine.harness.ours import assert_no_cache_output, assert_nothing_went_wrong
 from tests.engine.hits.eager_servers import asked
-from tests.engine.hits.test_bursts import (
-    PAGE,
-    TOKENS,
-    history,
-    kinds,
-    more,
-    options,
-    question,
-)
+from tests.engine.hits.test_bursts import PAGE, TOKENS, history, kinds, more, options, question
 
 pytestmark = pytest.mark.engine
 

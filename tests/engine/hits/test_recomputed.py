@@ -36,10 +36,7 @@ def shared(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     options = eager_server(
-        model,
-        tmp_path_factory.mktemp("recomputed"),
-        request.param,
-        faults=FAULTS,
+        model, tmp_path_factory.mktemp("recomputed"), request.param, faults=FAULTS
     )
     with Server(options) as server:
         yield server

@@ -21,15 +21,7 @@ from hcache_backend.streams import Stream, WorkerStream, current_stream
 from tests.engine.in_process.encoded_kv.test_service import saved
 from tests.engine.in_process.pools.test_host_pool import new_pool
 from tests.engine.in_process.test_backups import Checks, Pages
-from tests.kit.host import (
-    LAYERS,
-    PAGE,
-    Host,
-    bare_controller,
-    bits,
-    make_unfit,
-    slots_of,
-)
+from tests.kit.host import LAYERS, PAGE, Host, bare_controller, bits, make_unfit, slots_of
 from tests.kit.ranks import Ranks, together
 from tests.unit.capture import machine as small
 from tests.unit.capture.machine import Machine, slots
