@@ -237,29 +237,28 @@ def test_with_other_ranks_an_answer_may_lack(lacks: str, monkeypatch: pytest.Mon
     assert bool(model.asked) == (lacks == "a measurement")
 
 
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    """Two, which agree on pairs of layers."""
-    found = Ranks(2)
+def two_ranks(monkeypatch: pytest.MonkeyPatch, *models: Model) -> tuple[Ranks, list[NodePairs]]:
+    """They agree on pairs of layers."""
+    every, ranks = [node_pairs(model, rank, ranks=2) for rank, model in enumerate(models)], Ranks(2)
     for name in ("smallest", "sum_of_all_ranks"):
-        monkeypatch.setattr(module, name, getattr(found, name))
-    return found
+        monkeypatch.setattr(module, name, getattr(ranks, name))
+    return ranks, every
 
 
-def test_ranks_whose_heads_prefer_other_pairs_make_one_choice(ranks: Ranks) -> None:
-    own = [
-        far({(1, 4): 0.1, (0, 2): 5.0, (3, 5): 2.0}),
-        far({(0, 2): 0.1, (1, 4): 6.0, (3, 5): 2.0}),
-    ]
-    every = [node_pairs(Model({40: sums}), rank, ranks=2) for rank, sums in enumerate(own)]
+def test_ranks_whose_heads_prefer_other_pairs_make_one_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = far({(1, 4): 0.1, (0, 2): 5.0, (3, 5): 2.0})
+    second = far({(0, 2): 0.1, (1, 4): 6.0, (3, 5): 2.0})
+    ranks, every = two_ranks(monkeypatch, Model({40: first}), Model({40: second}))
     found = together(lambda one: chosen(one, reduce=ranks.reduce(one._group)), every)
     assert found == 2 * [[((3, 5, "merged"),)]]
 
 
 @pytest.mark.parametrize("lacks", ["a measurement", "an answer"])
-def test_what_one_rank_lacks_no_rank_has(lacks: str, ranks: Ranks) -> None:
+def test_what_one_rank_lacks_no_rank_has(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     models = [Model(), Model()]
-    every = [node_pairs(model, rank, ranks=2) for rank, model in enumerate(models)]
+    ranks, every = two_ranks(monkeypatch, *models)
     models[1].fails = "measure" if lacks == "a measurement" else ""
     models[1].arrived = lacks == "a measurement"
 
