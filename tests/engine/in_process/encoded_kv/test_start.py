@@ -27,7 +27,7 @@ from hcache_backend.start.page_plan import (
 )
 from hcache_kernels.codecs import SEGMENT_CODECS, exp4
 from tests.engine.in_process.pools.host_pools import kv_cache_of_llama_3_8b
-from tests.kit.host import DEVICE_PAGES, LAYERS, PAGE, bits, kv_pool, slots_of
+from tests.kit.host import LAYERS, PAGE, kv_pool, slots_of
 
 
 def pool_for(codec: str) -> Any:
@@ -160,21 +160,6 @@ def test_own_pages_without_a_codec_that_fails(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(KVSegments, "save", lambda *_: None)
     with pytest.raises(Refused, match="K or V of layer 0 come back"):
         tried(kv_pool(), "exp4")
-
-
-@pytest.mark.parametrize("codec", ["none", *SEGMENT_CODECS])
-def test_copies_of_mixed_pages_are_tried(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = pool_for(codec)
-    page = device.page_size
-    kv = KVSegments(device, (1,), page, WHOLE, 1, codec)
-    layout = PageLayout(page, (hidden_layer(page, 64, 32), kv.stored_layer(1)))
-    plan: Any = SimpleNamespace(kvcache=device, layout=layout, kv=kv)
-    before = bits(device, *range(DEVICE_PAGES))
-    try_copies(plan)
-    assert torch.equal(bits(device, *range(DEVICE_PAGES)), before)
-    monkeypatch.setattr(kv, "save", lambda *_: None)
-    with pytest.raises(Refused, match="K or V of layer 1 come back"):
-        try_copies(plan)
 
 
 @pytest.mark.parametrize("codec", SEGMENT_CODECS)
