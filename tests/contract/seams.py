@@ -105,53 +105,23 @@ OURS = {
 
 OVERRIDDEN: dict[str, set[str]] = {
     "OwnPagesController": {
-        "_generate_storage_config",
-        "_generic_page_get",
-        "_move_pool_indices",
-        "_page_backup",
-        "_page_get_zero_copy",
-        "_page_transfer",
-        "_reduce_prefetch_ack",
-        "attach_storage_backend",
-        "detach_storage_backend",
-        "load",
-        "prefetch",
-        "reset",
-        "start_writing",
-        "write",
+        "_generate_storage_config", "_generic_page_get", "_move_pool_indices", "_page_backup",
+        "_page_get_zero_copy", "_page_transfer", "_reduce_prefetch_ack", "attach_storage_backend",
+        "detach_storage_backend", "load", "prefetch", "reset", "start_writing", "write",
         "write_storage",
     },
     "OwnPagesPool": {
-        "backup_from_device_all_layer",
-        "clear",
-        "free",
-        "get_data_page",
-        "get_dummy_flat_data_page",
-        "get_size_per_token",
-        "init_kv_buffer",
-        "is_stride_page_aligned",
-        "load_to_device_per_layer",
-        "set_from_flat_data_page",
+        "backup_from_device_all_layer", "clear", "free", "get_data_page",
+        "get_dummy_flat_data_page", "get_size_per_token", "init_kv_buffer",
+        "is_stride_page_aligned", "load_to_device_per_layer", "set_from_flat_data_page",
     },
     "OwnPagesStrategy": {"build", "matches"},
     "HCacheStorage": {
-        "batch_exists",
-        "batch_exists_v2",
-        "batch_get",
-        "batch_get_v1",
-        "batch_get_v2",
-        "batch_set",
-        "batch_set_v1",
-        "batch_set_v2",
-        "clear",
-        "exists",
-        "get",
-        "get_stats",
-        "register_mem_host_pool_v2",
-        "register_mem_pool_host",
-        "set",
+        "batch_exists", "batch_exists_v2", "batch_get", "batch_get_v1", "batch_get_v2",
+        "batch_set", "batch_set_v1", "batch_set_v2", "clear", "exists", "get", "get_stats",
+        "register_mem_host_pool_v2", "register_mem_pool_host", "set",
     },
-}
+}  # fmt: skip
 """What our subclasses take over from SGLang's classes."""
 
 CALLED_BY_SGLANG = {
@@ -160,14 +130,5 @@ CALLED_BY_SGLANG = {
 }
 """Methods that no base class has and SGLang calls."""
 
-ONE_OF: tuple[tuple[frozenset[str], ...], ...] = (
-    (
-        frozenset({"Req.set_extend_range"}),  # 0.5.21
-        frozenset({"Req.extend_end"}),
-    ),
-    (
-        frozenset({"Req.prefix_indices"}),  # 0.5.21
-        frozenset({"Req.prefix_len"}),
-    ),
-)
-"""Where versions differ: of each line, all names of one set must be there."""
+ONE_OF = (("Req.set_extend_range", "Req.extend_end"), ("Req.prefix_indices", "Req.prefix_len"))
+"""Where versions differ (0.5.21, later ones): of each line one must be there."""

@@ -4,7 +4,9 @@ When functions move or get other names, this changes and no trace does.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch.distributed as dist
@@ -17,12 +19,26 @@ def watch(trace: Trace) -> None:
     """Before the model is loaded."""
     trace.not_waited_for |= {"hcache-stages", "hcache-stage-1"}
     _watch_scheduler(trace)
-    _watch_collectives(trace)
-    _watch_hicache(trace)
-    _watch_host_pages(trace)
-    _watch_restores(trace)
+    _watch_all_reduce(trace)
+    _watch_work(trace)
     _watch_l3(trace)
-    _watch_gate(trace)
+    for told, table in ((_say_before, BEFORE), (_say_after, AFTER)):
+        for owner, texts in table.items():
+            for name, text in texts.items():
+                around(resolve_name(owner), name, partial(told, trace, text))
+
+
+def _say_before(trace: Trace, text: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+    if said := text(*args, **kwargs):
+        trace.say(said)
+    return original(*args, **kwargs)
+
+
+def _say_after(trace: Trace, text: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(*args, **kwargs)
+    if said := text(result, *args, **kwargs):
+        trace.say(said)
+    return result
 
 
 # ---- how things are written ----
@@ -58,7 +74,7 @@ def runs(numbers: Sequence[int]) -> str:
 
 
 def _watch_scheduler(trace: Trace) -> None:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -116,11 +132,6 @@ def _watch_scheduler(trace: Trace) -> None:
         # A prefill server that sends to nobody keeps pages all the same.
         req.skip_radix_cache_insert = False
 
-    def retract(original: Any, *args: Any, **kwargs: Any) -> Any:
-        retracted, *others = original(*args, **kwargs)
-        trace.say(f"retract {', '.join(req.rid for req in retracted)}")
-        return (retracted, *others)
-
     around(Scheduler, "run_event_loop", loop)
     around(Scheduler, "ingest_requests", ingest)
     around(Scheduler, "process_input_requests", process)
@@ -129,7 +140,6 @@ def _watch_scheduler(trace: Trace) -> None:
     around(UnifiedRadixCache, "check_hicache_events", at_point)
     around(UnifiedRadixCache, "check_prefetch_progress", at_point)
     around(ModelRunner, "forward", forward)
-    around(ScheduleBatch, "retract_decode", retract)
     around(Req, "__init__", received)
 
 
@@ -174,8 +184,8 @@ def _say_request(trace: Trace, request: Any) -> None:
         trace.say(kind.removesuffix("ReqInput"))
 
 
-def _watch_collectives(trace: Trace) -> None:
-    """Those of small numbers between ranks; the model's own are not traced."""
+def _watch_all_reduce(trace: Trace) -> None:
+    """Of small numbers between ranks; the model's own are not traced."""
 
     def all_reduce(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         group = kwargs.get("group", args[1] if len(args) > 1 else None)
@@ -189,23 +199,7 @@ def _watch_collectives(trace: Trace) -> None:
             trace.say(f"all-reduce {_name(op)} {own}{became}", polls=True)
         return result
 
-    def objects(original: Any, group: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(group, own, *args, **kwargs)
-        if group.world_size > 1:
-            trace.say(f"gather objects of {group.world_size} ranks")
-        return result
-
-    def exchange(original: Any, ranks: Any, shards: Any, fetch: Any) -> None:
-        original(ranks, shards, fetch)
-        trace.say(f"exchange shards of {shards[0].numel()} bytes")
-
-    from sglang.srt.distributed.parallel_state import GroupCoordinator
-
-    from hcache_backend.restore.exchange import Exchange
-
     around(dist, "all_reduce", all_reduce)
-    around(Exchange, "gather_now", exchange)
-    around(GroupCoordinator, "all_gather_object", objects)
 
 
 def _name(op: Any) -> str:
@@ -214,91 +208,16 @@ def _name(op: Any) -> str:
     )
 
 
-def _watch_hicache(trace: Trace) -> None:
-    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-
-    def prefetch(
-        original: Any, controller: Any, handle: Any, tokens: Any, *a: Any, **kw: Any
-    ) -> Any:
-        trace.say(
-            f"prefetch for {handle.rid}: look up {pages(len(tokens) // controller.page_size)}"
-        )
-        return original(controller, handle, tokens, *a, **kw)
-
-    def write_storage(original: Any, controller: Any, host_indices: Any, *a: Any, **kw: Any) -> Any:
-        trace.say(f"write {pages(len(host_indices) // controller.page_size)} to L3")
-        return original(controller, host_indices, *a, **kw)
-
-    def reset(original: Any, controller: Any) -> Any:
-        trace.say("flush L1 and L2")
-        return original(controller)
-
-    around(HybridCacheController, "prefetch", prefetch)
-    around(HybridCacheController, "write_storage", write_storage)
-    around(HybridCacheController, "reset", reset)
-
-
-# ---- the product ----
-
-
-def _watch_host_pages(trace: Trace) -> None:
-    from hcache_backend.arena import Arena
-    from hcache_backend.capture.staging import StagedCapture
+def _watch_work(trace: Trace) -> None:
+    """What is no line alone: points, what restores are launched with, and what takes time."""
+    from hcache_backend.prefetch.gate import HitGate
+    from hcache_backend.restore.pipeline import RestorePipeline
+    from hcache_backend.restore.recompute import Recomputer
     from hcache_backend.sglang.controller import OwnPagesController
-    from hcache_backend.sglang.host_pool import OwnPagesPool
 
     def turn(original: Any, controller: Any, *args: Any) -> Any:
         trace.point()
         return original(controller, *args)
-
-    def write(original: Any, controller: Any, device_indices: Any, *a: Any, **kw: Any) -> Any:
-        host = original(controller, device_indices, *a, **kw)
-        how = "queued" if host is not None else "refused"
-        trace.say(f"back up {pages(len(device_indices) // controller.page_size)}: {how}")
-        return host
-
-    def load(original: Any, controller: Any, host_indices: Any, *args: Any, **kwargs: Any) -> Any:
-        device = original(controller, host_indices, *args, **kwargs)
-        how = "queued" if device is not None else "refused"
-        trace.say(f"load {pages(len(host_indices) // controller.page_size)}: {how}")
-        return device
-
-    def backup(original: Any, pool: Any, _device_pool: Any, host: Any, *args: Any) -> Any:
-        trace.say(f"launch: backup of {pages(len(host) // pool.page_size)}")
-        return original(pool, _device_pool, host, *args)
-
-    def save(original: Any, pool: Any, host_pages: Any, *args: Any) -> Any:
-        trace.say(f"launch: save {pages(len(host_pages))} that were recomputed")
-        return original(pool, host_pages, *args)
-
-    def free(original: Any, pool: Any, indices: Any) -> Any:
-        if len(indices):
-            trace.say(f"free {pages(len(indices) // pool.page_size)} of the host")
-        return original(pool, indices)
-
-    def lose(original: Any, arena: Any, host_pages: Any) -> Any:
-        if len(host_pages):
-            trace.say(f"lose {pages(len(host_pages))} of the host")
-        return original(arena, host_pages)
-
-    def rows(original: Any, capture: Any, slots: Any, host_pages: Any) -> Any:
-        trace.say(f"hand hidden states of {pages(len(host_pages))} to the host")
-        return original(capture, slots, host_pages)
-
-    around(OwnPagesController, "begin_turn", turn)
-    around(OwnPagesController, "load", load)
-    around(OwnPagesController, "write", write)
-    around(OwnPagesPool, "backup_from_device_all_layer", backup)
-    around(OwnPagesPool, "save_recomputed", save)
-    around(OwnPagesPool, "free", free)
-    around(Arena, "lose", lose)
-    around(StagedCapture, "back_up", rows)
-
-
-def _watch_restores(trace: Trace) -> None:
-    from hcache_backend.prefetch.eager import EagerRestores
-    from hcache_backend.restore.pipeline import RestorePipeline
-    from hcache_backend.restore.recompute import Recomputer
 
     def start(
         original: Any,
@@ -318,133 +237,10 @@ def _watch_restores(trace: Trace) -> None:
         trace.point()
         return result
 
-    def recomputation(
-        original: Any, pipeline: Any, recompute: Any, positions: Any, *others: Any
-    ) -> Any:
-        trace.say(f"launch: recompute {len(positions)} tokens, {recompute.layers} layers")
-        return original(pipeline, recompute, positions, *others)
-
     def run(original: Any, recomputer: Any, layers: int, positions: Any, *others: Any) -> Any:
         share = layers / recomputer.layers
         trace.costs(len(positions) * share * trace.settings.compute_seconds)
         return original(recomputer, layers, positions, *others)
-
-    def reserve(original: Any, eager: Any, prefetch: Any, keys: Any, *others: Any) -> Any:
-        result = original(eager, prefetch, keys, *others)
-        trace.say(f"reserve device pages for {pages(len(keys))} that are read")
-        return result
-
-    def adopt(original: Any, eager: Any, host_pages: Any) -> Any:
-        handed = original(eager, host_pages)
-        if handed is not None:
-            ready = f"{int(handed.ready.sum())} of {pages(len(host_pages))}"
-            trace.say(f"hand out reserved device pages: {ready} are restored")
-        return handed
-
-    def end(original: Any, eager: Any, prefetch: Any) -> Any:
-        trace.say("end of a prefetch with reserved device pages")
-        return original(eager, prefetch)
-
-    around(RestorePipeline, "start", start)
-    around(RestorePipeline, "start_recomputation", recomputation)
-    around(Recomputer, "run", run)
-    around(EagerRestores, "reserve", reserve)
-    around(EagerRestores, "adopt", adopt)
-    around(EagerRestores, "end", end)
-
-
-def _watch_l3(trace: Trace) -> None:
-    from hcache_backend.sglang import controller
-    from hcache_backend.sglang.controller import OwnPagesController
-    from hcache_backend.tiers.shared_backend import SharedBackend
-    from hcache_backend.tiers.storage import HCacheStorage
-    from hcache_backend.tiers.tier import SharedTier
-
-    named = Pages()
-    # A batch of a prefetch is read in each turn of the scheduler, however fast the disk is.
-    controller._MOST_STEPS = 1
-
-    def exists(original: Any, storage: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(storage, keys, *args, **kwargs)
-        trace.say(f"store: exists {named(keys)} -> {getattr(found, 'kv_hit_pages', found)}")
-        return found
-
-    def get(original: Any, storage: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(storage, keys, *args, **kwargs)
-        trace.say(f"store: get {named(keys)} -> {sum(found)}")
-        return found
-
-    def put(original: Any, storage: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        trace.say(f"store: put {named(keys)}")
-        return original(storage, keys, *args, **kwargs)
-
-    def use(original: Any, storage: Any, keys: Any) -> Any:
-        if keys:
-            trace.say(f"store: use {named(keys)}")
-        return original(storage, keys)
-
-    def simply(text: str) -> Callable[..., Any]:
-        def told(original: Any, *args: Any, **kwargs: Any) -> Any:
-            trace.say(text)
-            return original(*args, **kwargs)
-
-        return told
-
-    def read(original: Any, controller: Any, operation: Any, keys: Any, *others: Any) -> Any:
-        """A batch of a prefetch: one in each turn of the scheduler."""
-        trace.next_turn()
-        trace.costs(len(keys) * trace.settings.read_seconds)
-        return original(controller, operation, keys, *others)
-
-    def exists_shared(original: Any, shared: Any, asked: Any) -> Any:
-        found = original(shared, asked)
-        trace.say(f"shared tier: exists {pages(len(asked.keys))} -> {sum(found)}")
-        return found
-
-    def get_shared(original: Any, shared: Any, asked: Any, memory: Any) -> Any:
-        found = original(shared, asked, memory)
-        trace.say(f"shared tier: get {pages(len(asked.keys))} -> {sum(found)}")
-        return found
-
-    def hang(original: Any, values: Any, *args: Any) -> Any:
-        """While a file says so, the shared tier does not answer."""
-        while trace.asked("hang"):
-            trace.next_look()
-        return original(values, *args)
-
-    def put_shared(original: Any, shared: Any, given: Any, memory: Any) -> Any:
-        taken = original(shared, given, memory)
-        trace.say(f"shared tier: put {pages(len(given.keys))} -> {sum(taken)} taken")
-        return taken
-
-    around(HCacheStorage, "__init__", simply("store: open"))
-    around(HCacheStorage, "close", simply("store: close"))
-    around(HCacheStorage, "clear", simply("store: clear"))
-    around(HCacheStorage, "batch_exists_v2", exists)
-    around(HCacheStorage, "batch_get_v1", get)
-    around(HCacheStorage, "batch_set_v1", put)
-    around(HCacheStorage, "use", use)
-    around(OwnPagesController, "_page_get_zero_copy", read)
-    around(SharedBackend, "get", hang)
-    around(SharedTier, "exists", exists_shared)
-    around(SharedTier, "get", get_shared)
-    around(SharedTier, "put", put_shared)
-
-
-def _watch_gate(trace: Trace) -> None:
-    from hcache_backend.prefetch.gate import HitGate
-
-    def takes(original: Any, gate: Any, asked: Any, tokens: int, *args: Any, **kwargs: Any) -> Any:
-        taken = original(gate, asked, tokens, *args, **kwargs)
-        verdict = f"takes {taken} of" if taken else "refuses"
-        trace.say(f"gate: {verdict} {tokens} tokens of {asked.request_id}")
-        return taken
-
-    def may_ask(original: Any, gate: Any, rid: str, *args: Any, **kwargs: Any) -> Any:
-        asks = original(gate, rid, *args, **kwargs)
-        if not asks:
-            trace.say(f"gate: L3 is not asked for {rid}")
-        return asks
 
     def agreed(original: Any, gate: Any, ended: Any, stalled: bool) -> Any:
         if ended:
@@ -453,6 +249,157 @@ def _watch_gate(trace: Trace) -> None:
             trace.say("gate: L3 is overdue")
         return original(gate, ended, stalled)
 
-    around(HitGate, "takes", takes)
-    around(HitGate, "may_ask", may_ask)
+    around(OwnPagesController, "begin_turn", turn)
+    around(RestorePipeline, "start", start)
+    around(Recomputer, "run", run)
     around(HitGate, "agreed", agreed)
+
+
+def _watch_l3(trace: Trace) -> None:
+    from hcache_backend.sglang import controller
+    from hcache_backend.sglang.controller import OwnPagesController
+    from hcache_backend.tiers.shared_backend import SharedBackend
+
+    # A batch of a prefetch is read in each turn of the scheduler, however fast the disk is.
+    controller._MOST_STEPS = 1
+
+    def read(original: Any, controller: Any, operation: Any, keys: Any, *others: Any) -> Any:
+        """A batch of a prefetch: one in each turn of the scheduler."""
+        trace.next_turn()
+        trace.costs(len(keys) * trace.settings.read_seconds)
+        return original(controller, operation, keys, *others)
+
+    def hang(original: Any, values: Any, *args: Any) -> Any:
+        """While a file says so, the shared tier does not answer."""
+        while trace.asked("hang"):
+            trace.next_look()
+        return original(values, *args)
+
+    around(OwnPagesController, "_page_get_zero_copy", read)
+    around(SharedBackend, "get", hang)
+
+
+# ---- functions that each say a line ----
+
+_l3_pages = Pages()
+_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller:HybridCacheController"
+_OWN_PAGES = "hcache_backend.sglang.controller:OwnPagesController"
+_STORAGE = "hcache_backend.tiers.storage:HCacheStorage"
+_EAGER = "hcache_backend.prefetch.eager:EagerRestores"
+
+BEFORE: dict[str, dict[str, Any]] = {
+    _CONTROLLER: {
+        "prefetch": lambda controller, handle, tokens, *_, **__: (
+            f"prefetch for {handle.rid}: look up {pages(len(tokens) // controller.page_size)}"
+        ),
+        "write_storage": lambda controller, host_indices, *_, **__: (
+            f"write {pages(len(host_indices) // controller.page_size)} to L3"
+        ),
+        "reset": lambda controller: "flush L1 and L2",
+    },
+    "hcache_backend.sglang.host_pool:OwnPagesPool": {
+        "backup_from_device_all_layer": lambda pool, _device_pool, host, *_: (
+            f"launch: backup of {pages(len(host) // pool.page_size)}"
+        ),
+        "save_recomputed": lambda pool, host_pages, *_: (
+            f"launch: save {pages(len(host_pages))} that were recomputed"
+        ),
+        "free": lambda pool, indices: (
+            f"free {pages(len(indices) // pool.page_size)} of the host" if len(indices) else ""
+        ),
+    },
+    "hcache_backend.arena:Arena": {
+        "lose": lambda arena, host_pages: (
+            f"lose {pages(len(host_pages))} of the host" if len(host_pages) else ""
+        ),
+    },
+    "hcache_backend.capture.staging:StagedCapture": {
+        "back_up": lambda capture, slots, host_pages: (
+            f"hand hidden states of {pages(len(host_pages))} to the host"
+        ),
+    },
+    "hcache_backend.restore.pipeline:RestorePipeline": {
+        "start_recomputation": lambda pipeline, recompute, positions, *_: (
+            f"launch: recompute {len(positions)} tokens, {recompute.layers} layers"
+        ),
+    },
+    _EAGER: {"end": lambda *_: "end of a prefetch with reserved device pages"},
+    _STORAGE: {
+        "__init__": lambda *_, **__: "store: open",
+        "close": lambda *_, **__: "store: close",
+        "clear": lambda *_, **__: "store: clear",
+        "batch_set_v1": lambda storage, keys, *_, **__: f"store: put {_l3_pages(keys)}",
+        "use": lambda storage, keys: f"store: use {_l3_pages(keys)}" if keys else "",
+    },
+}
+"""What a call says before it, of its arguments; nothing if that is empty."""
+
+AFTER: dict[str, dict[str, Any]] = {
+    "sglang.srt.managers.schedule_batch:ScheduleBatch": {
+        "retract_decode": lambda result, *_, **__: (
+            f"retract {', '.join(req.rid for req in result[0])}"
+        ),
+    },
+    "sglang.srt.distributed.parallel_state:GroupCoordinator": {
+        "all_gather_object": lambda _, group, *__, **___: (
+            f"gather objects of {group.world_size} ranks" if group.world_size > 1 else ""
+        ),
+    },
+    "hcache_backend.restore.exchange:Exchange": {
+        "gather_now": lambda _, ranks, shards, fetch: (
+            f"exchange shards of {shards[0].numel()} bytes"
+        ),
+    },
+    _OWN_PAGES: {
+        "load": lambda device, controller, host_indices, *_, **__: (
+            f"load {pages(len(host_indices) // controller.page_size)}: {_queued(device)}"
+        ),
+        "write": lambda host, controller, device_indices, *_, **__: (
+            f"back up {pages(len(device_indices) // controller.page_size)}: {_queued(host)}"
+        ),
+    },
+    _EAGER: {
+        "reserve": lambda _, eager, prefetch, keys, *__: (
+            f"reserve device pages for {pages(len(keys))} that are read"
+        ),
+        "adopt": lambda handed, eager, host_pages: (
+            f"hand out reserved device pages: {int(handed.ready.sum())} of "
+            f"{pages(len(host_pages))} are restored"
+            if handed is not None
+            else ""
+        ),
+    },
+    _STORAGE: {
+        "batch_exists_v2": lambda found, storage, keys, *_, **__: (
+            f"store: exists {_l3_pages(keys)} -> {getattr(found, 'kv_hit_pages', found)}"
+        ),
+        "batch_get_v1": lambda found, storage, keys, *_, **__: (
+            f"store: get {_l3_pages(keys)} -> {sum(found)}"
+        ),
+    },
+    "hcache_backend.tiers.tier:SharedTier": {
+        "exists": lambda found, shared, asked: (
+            f"shared tier: exists {pages(len(asked.keys))} -> {sum(found)}"
+        ),
+        "get": lambda found, shared, asked, memory: (
+            f"shared tier: get {pages(len(asked.keys))} -> {sum(found)}"
+        ),
+        "put": lambda taken, shared, given, memory: (
+            f"shared tier: put {pages(len(given.keys))} -> {sum(taken)} taken"
+        ),
+    },
+    "hcache_backend.prefetch.gate:HitGate": {
+        "takes": lambda taken, gate, asked, tokens, *_, **__: (
+            f"gate: {f'takes {taken} of' if taken else 'refuses'} {tokens} tokens of "
+            f"{asked.request_id}"
+        ),
+        "may_ask": lambda asks, gate, rid, *_, **__: (
+            "" if asks else f"gate: L3 is not asked for {rid}"
+        ),
+    },
+}
+"""Likewise behind it, of its result and its arguments."""
+
+
+def _queued(result: Any) -> str:
+    return "refused" if result is None else "queued"

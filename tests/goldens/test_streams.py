@@ -13,8 +13,8 @@ import pytest
 from tests.goldens.golden import compare
 from tests.goldens.repeats import folded
 from tests.order.checker import Checker
-from tests.order.product import CheckedStream
 from tests.order.scenarios import SCENARIOS, run
+from tests.order.stand_ins import CheckedStream
 
 
 def traced(name: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:

@@ -27,7 +27,7 @@ class Checker:
         self.clocks = Clocks(query, seed)
         self.memory = Memory(self.clocks)
         self.stack = ExitStack()
-        self.stand_ins = stand_ins(self.clocks)
+        self.stand_ins = stand_ins(self.memory)
 
     def on_device(self, tensor: torch.Tensor, name: str = "") -> torch.Tensor:
         self.memory.register(tensor, Kind.DEVICE, name)

@@ -167,14 +167,13 @@ class Clocks:
         if self._known(point):
             return True
         point.polls += 1
-        if self._query is Query.LAZY and point.polls <= POLLS:
-            return False
-        if self._query is Query.LATE and point.polls <= LATE_POLLS:
-            return False
-        if self._query is Query.RANDOM and point.polls < 20 and self._random.random() < 0.5:
-            return False
-        self._learn(point.clock)
-        return True
+        if self._query is Query.RANDOM:
+            says_no = point.polls < 20 and self._random.random() < 0.5
+        else:
+            says_no = point.polls <= (POLLS if self._query is Query.LAZY else LATE_POLLS)
+        if not says_no:
+            self._learn(point.clock)
+        return not says_no
 
     def join_all(self) -> None:
         """The host and every stream know of everything so far: set-up is over."""

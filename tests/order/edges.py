@@ -4,6 +4,7 @@ import ast
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,9 +34,10 @@ class Edge(NamedTuple):
         return f"{self.file}:{self.function} {self.what}"
 
 
-def all_edges() -> list[Edge]:
+@cache
+def all_edges() -> tuple[Edge, ...]:
     files = (path for part in PARTS for path in sorted((PACKAGE / part).rglob("*.py")))
-    return [edge for path in files for edge in _Edges(path).found]
+    return tuple(edge for path in files for edge in _Edges(path).found)
 
 
 class _Edges(ast.NodeVisitor):

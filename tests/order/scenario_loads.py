@@ -1,6 +1,7 @@
 """Scenarios of loads: those that the scheduler queues, and those that eager restores prepared."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +64,7 @@ class Loading:
         self.queue = LoadQueue(self.arena, self.pipeline, methods, self.pool, GPU)  # type: ignore[arg-type]
         self.free = FreePages()
         self.eager = EagerRestores(SIZE, self.free, self._launch, limit=PAGES)
-        self.before_prefetch: torch.Tensor | None = None
+        self.before_prefetch: torch.Tensor | None = torch.empty(0, dtype=torch.int64, device=GPU)
         self.saving = streams.new_stream(GPU, "saves")
         hidden, offsets = methods.layers("hidden"), self.pool.layout.segment_offsets
         self.staging: Any = SimpleNamespace(layers=len(hidden), width=WIDTH, dtype=torch.float32)
@@ -112,6 +113,14 @@ class Loading:
         rows.save(pages)
         self.pool.save(pages, slots)
 
+    def load_behind_a_pass(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A load behind a prefix that a forward pass has just written; the slots of both."""
+        prefix, slots = self.free.take(4), self.free.take(3)
+        load = self.plan(range(4, 7), prefix)
+        self.engine.forward(prefix)
+        self.launch(load, slots)
+        return slots, prefix
+
     def plan(self, pages: range, prefix: torch.Tensor) -> QueuedLoad:
         """A load of these pages, behind tokens in the slots ``prefix``."""
         ids = np.array(pages)
@@ -153,6 +162,12 @@ class Loading:
         self.launch(load, load.adopted.slots)
         return load.adopted.slots
 
+    def host_pages_are_read_to(self, pages: int) -> None:
+        """The first host pages are freed, and L3 is read to there."""
+        freed, page_bytes = np.arange(pages), self.pool.layout.page_bytes
+        self.eager.host_freed(freed)
+        self.checker.touch_pages(self.arena.physical(freed), page_bytes, page_bytes, "write")
+
     def forward(self, pages: int) -> None:
         """A forward pass over so many fresh pages, which are free again behind it."""
         self.eager.make_free(pages)
@@ -161,66 +176,53 @@ class Loading:
         self.free.give(slots)
 
 
-def loads(checker: Checker, **kind: Any) -> None:
-    """Loads behind a prefix that a forward pass has just written; ``kind`` of pages: see
-    :class:`Loading`."""
-    loading = Loading(checker, **kind)
+@contextmanager
+def checked(checker: Checker, *args: Any, **kind: Any) -> Iterator[Loading]:
+    """A scheduler's thread, from its first load on."""
+    loading = Loading(checker, *args, **kind)
     checker.begin()
     with checker.on(loading.engine.schedule):
+        yield loading
+
+
+def loads(checker: Checker, **kind: Any) -> None:
+    """``kind`` of pages: see :class:`Loading`."""
+    with checked(checker, **kind) as loading:
         for _ in range(3):
-            prefix, slots = loading.free.take(4), loading.free.take(3)
-            load = loading.plan(range(4, 7), prefix)
-            loading.engine.forward(prefix)
-            loading.launch(load, slots)
-            loading.free.give(torch.cat((slots, prefix)))
+            loading.free.give(torch.cat(loading.load_behind_a_pass()))
 
 
 def loads_whose_recomputation_fails(checker: Checker) -> None:
     """Layers were to be recomputed that are stored, too: after a failure they are copied."""
-    loading = Loading(checker, Partition(recompute=0, hidden=0, kv=3))
-    loading.queue.methods = SimpleNamespace(  # type: ignore[assignment]
-        first_layers=lambda *_: 2, ranks=1, recomputable=4
-    )
-    loading.pool.fails = True
-    checker.begin()
-    with checker.on(loading.engine.schedule):
-        prefix, slots = loading.free.take(4), loading.free.take(3)
-        load = loading.plan(range(4, 7), prefix)
-        loading.engine.forward(prefix)
-        loading.launch(load, slots)
+    with checked(checker, Partition(recompute=0, hidden=0, kv=3)) as loading:
+        loading.queue.methods = SimpleNamespace(  # type: ignore[assignment]
+            first_layers=lambda *_: 2, ranks=1, recomputable=4
+        )
+        loading.pool.fails = True
+        loading.load_behind_a_pass()
 
 
 def eager(checker: Checker, **kind: Any) -> None:
     """Prefetches that are restored while they are read, adopted or given back."""
-    loading = Loading(checker, **kind)
-    checker.begin()
-    with checker.on(loading.engine.schedule):
-        nothing = loading.before_prefetch = torch.empty(0, dtype=torch.int64, device=GPU)
+    with checked(checker, **kind) as loading:
         loading.begin("adopted", range(9))
         for pages in (2, 5, 9):
             loading.arrived("adopted", pages)
         loading.eager.end("adopted")
-        loading.adopt(range(9), nothing)
+        loading.adopt(range(9), loading.before_prefetch)
 
         loading.begin("given back", range(6))
         for pages in (3, 6):
             loading.arrived("given back", pages)
         loading.forward(loading.free.count() + 1)
-        loading.eager.host_freed(np.arange(3))
-        page_bytes = loading.pool.layout.page_bytes
-        pages = loading.arena.physical(np.arange(3))
-        checker.touch_pages(pages, page_bytes, page_bytes, "write")  # L3 is read to there
+        loading.host_pages_are_read_to(3)
         loading.forward(3)
         loading.eager.end("given back")
 
 
 def eager_from_the_back(checker: Checker, partition: Partition) -> None:
     """Front pages are recomputed whole, and saved, while the others are read."""
-    loading = Loading(checker, partition)
-    page_bytes = loading.pool.layout.page_bytes
-    checker.begin()
-    with checker.on(loading.engine.schedule):
-        nothing = loading.before_prefetch = torch.empty(0, dtype=torch.int64, device=GPU)
+    with checked(checker, partition) as loading:
         for adopted in (True, False):
             loading.begin("met", range(9), unread=3)
             loading.arrived("met", 9, start=7)
@@ -228,13 +230,11 @@ def eager_from_the_back(checker: Checker, partition: Partition) -> None:
             loading.eager.end("met")
             if not adopted:  # somebody takes what was reserved: the load copies from the host
                 loading.forward(loading.free.count() + 9)
-            loading.free.give(loading.adopt(range(9), nothing))
+            loading.free.give(loading.adopt(range(9), loading.before_prefetch))
 
         loading.begin("given back", range(6), unread=3)
         loading.arrived("given back", 6, start=5)
-        loading.eager.host_freed(np.arange(3))
-        pages = loading.arena.physical(np.arange(3))
-        checker.touch_pages(pages, page_bytes, page_bytes, "write")  # L3 is read to there
+        loading.host_pages_are_read_to(3)
         loading.forward(3)
         loading.eager.end("given back")
 
@@ -242,10 +242,7 @@ def eager_from_the_back(checker: Checker, partition: Partition) -> None:
 def eager_behind_what_was_restored_ahead(checker: Checker) -> None:
     """Pages are recomputed whole behind others that were copied, by their own prefetch, and by one
     whose pages were adopted: for a load that no forward pass has waited for."""
-    loading = Loading(checker, Partition(0, 0, 3))
-    checker.begin()
-    with checker.on(loading.engine.schedule):
-        loading.before_prefetch = torch.empty(0, dtype=torch.int64, device=GPU)
+    with checked(checker, Partition(0, 0, 3)) as loading:
         loading.begin("own", range(4), unread=3)
         loading.arrived("own", 2)
         loading.eager.end("own")
@@ -264,9 +261,8 @@ def eager_behind_what_was_restored_ahead(checker: Checker) -> None:
 
 def eager_behind_an_unknown_prefix(checker: Checker) -> None:
     """What is before a prefetch is known at its load only: its first layers are recomputed then."""
-    loading = Loading(checker)
-    checker.begin()
-    with checker.on(loading.engine.schedule):
+    with checked(checker) as loading:
+        loading.before_prefetch = None
         loading.begin("late", range(4, 10))
         loading.arrived("late", 4)
         loading.eager.end("late")

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cpu_engine.hcache_cpu_engine.plugin import _unpinned
 from tests.order import rules
 from tests.order.checker import Checker
 from tests.order.clocks import Frame
@@ -28,16 +27,22 @@ def findings(checker: Checker) -> list[str]:
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_read_on_another_stream_has_to_wait_for_the_write(checker: Checker, waits: bool) -> None:
     writer, reader = checker.stream("writer"), checker.stream("reader")
+    values = checker.on_device(torch.zeros(8), "values")
     with checker.watching():
         checker.begin()
         with checker.on(writer):
-            values = torch.ones(8, device=GPU)
+            values.add_(1)
         if waits:
             reader.wait_event(writer.record_event())
         with checker.on(reader):
-            values.record_stream(reader)
             values.sum()
     assert findings(checker) == ([] if waits else ["reader reads what writer writes"])
+    for finding in checker.findings:
+        assert finding.missing == "reader does not wait for writer"
+        assert "values, device, 32 bytes" in finding.memory
+        first, then = finding.first[0], finding.then[0]
+        assert str(first).startswith("tests/order/test_checker.py:")
+        assert then.line == first.line + 4
 
 
 @pytest.mark.parametrize(("file", "waits"), [("fused_moe_native", False), ("layer", True)])
@@ -58,23 +63,6 @@ def test_the_host_learns_nothing_where_torch_stands_for_a_kernel(
     assert ("reader reads what writer writes" in findings(checker)) is not waits
 
 
-def test_a_finding_names_both_places_and_the_missing_edge(checker: Checker) -> None:
-    writer, reader = checker.stream("writer"), checker.stream("reader")
-    values = checker.on_device(torch.zeros(8), "values")
-    with checker.watching():
-        checker.begin()
-        with checker.on(writer):
-            values.add_(1)
-        with checker.on(reader):
-            values.sum()
-    [finding] = checker.findings
-    assert finding.missing == "reader does not wait for writer"
-    assert "values, device, 32 bytes" in finding.memory
-    first, then = finding.first[0], finding.then[0]
-    assert then.line == first.line + 2
-    assert str(first).startswith("tests/order/test_checker.py:")
-
-
 Access = Callable[[torch.Tensor], object]
 
 
@@ -92,32 +80,22 @@ def selected(*rows: int, into: torch.Tensor | None = None) -> Access:
     return lambda pool: torch.index_select(pool, 0, torch.tensor(rows, device=GPU), out=into)
 
 
+ROWS, PLANE = torch.zeros(8, 16), torch.zeros(4, 6)
+SEGMENTS = torch.zeros(64, 6272 + 64, dtype=torch.uint8)
+"""Rows end where a cell ends, beside what stands behind them."""
+
+
 @pytest.mark.parametrize(
     ("memory", "first", "then", "wrong"),
     [
-        *(
-            (torch.zeros(8, 16), filled(0, 1, 2, 3), selected(*rows, into=into), wrong)
-            for rows, wrong in (((4, 5), False), ((3, 4), True))
-            for into in (None, torch.zeros(2, 16))
-        ),
-        # Rows that end where a cell ends, beside what stands behind them.
-        *(
-            (
-                torch.zeros(64, 6272 + 64, dtype=torch.uint8),
-                encoded,
-                lambda arena, begins=begins: arena[:, begins:].fill_(2),
-                wrong,
-            )
-            for begins, wrong in ((6272, False), (6271, True))
-        ),
-        # Views of one storage.
-        *(
-            (torch.zeros(4, 6), lambda pool: pool[:, :3].fill_(1), then, wrong)
-            for then, wrong in (
-                (lambda pool: pool[:, 3:].fill_(2), False),
-                (lambda pool: pool[2, 2].fill_(3), True),
-            )
-        ),
+        (ROWS, filled(0, 1, 2, 3), selected(4, 5), False),
+        (ROWS, filled(0, 1, 2, 3), selected(3, 4), True),
+        (ROWS, filled(0, 1, 2, 3), selected(4, 5, into=torch.zeros(2, 16)), False),
+        (ROWS, filled(0, 1, 2, 3), selected(3, 4, into=torch.zeros(2, 16)), True),
+        (SEGMENTS, encoded, lambda arena: arena[:, 6272:].fill_(2), False),
+        (SEGMENTS, encoded, lambda arena: arena[:, 6271:].fill_(2), True),
+        (PLANE, lambda plane: plane[:, :3].fill_(1), lambda plane: plane[:, 3:].fill_(2), False),
+        (PLANE, lambda plane: plane[:, :3].fill_(1), lambda plane: plane[2, 2].fill_(3), True),
     ],
 )
 def test_bytes_of_one_storage_are_told_apart(
@@ -179,7 +157,7 @@ def test_lazy_queries_say_no_for_a_while(checker: Checker, polls: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "sized_by_data",
+    "asks",
     [
         lambda x: x.nonzero(),
         lambda x: x.unique(),
@@ -191,32 +169,10 @@ def test_lazy_queries_say_no_for_a_while(checker: Checker, polls: int) -> None:
     ],
     ids=["nonzero", "unique", "mask", "masked_select", "int", "bool", "tolist"],
 )
-def test_what_the_host_must_know_makes_it_wait(checker: Checker, sized_by_data: object) -> None:
+def test_what_the_host_must_know_makes_it_wait(checker: Checker, asks: Access) -> None:
     with checker.watching():
         checker.begin()
-        sized_by_data(torch.ones(8, device=GPU))  # type: ignore[operator]
-    assert sum(checker.clocks.host_waits.values()) >= 1
-
-
-def test_memory_of_the_host_is_its_own_affair(checker: Checker) -> None:
-    with checker.watching():
-        checker.begin()
-        values = torch.zeros(8, device="cpu")
-        torch.arange(4).numpy()
-        with checker.on(checker.stream("any")):
-            values.add_(1)
-        values.numpy()
-    assert not findings(checker)
-    assert not checker.clocks.host_waits
-
-
-def test_memory_of_the_host_is_so_behind_the_factories_of_the_cpu_engine(checker: Checker) -> None:
-    make = _unpinned(torch.tensor)
-    with checker.watching():
-        checker.begin()
-        make([1, 2], device="cpu").tolist()
-        assert not checker.clocks.host_waits
-        make([1, 2], device=GPU).tolist()
+        asks(torch.ones(8, device=GPU))
     assert checker.clocks.host_waits
 
 
@@ -231,16 +187,17 @@ def test_the_engine_s_path_reaches_streams_by_one_door() -> None:
     assert not beside, "torch.cuda is streams.py's"
 
 
+SLOTS, ATTENTION = "/swa_memory_pool.py", "/hcache_cpu_engine/attention.py"
+
+
 @pytest.mark.parametrize(
     ("memory", "how", "files", "silent"),
     [
-        ("req_to_token", "read", ["/hcache_cpu_engine/attention.py"], True),
-        ("full_to_swa", "read", ["/swa_memory_pool.py", "/hcache_cpu_engine/attention.py"], True),
-        ("full_to_swa", "read", ["/swa_memory_pool.py", "/intel_amx_backend.py"], True),
-        ("full_to_swa", "read", ["/swa_memory_pool.py", "/hcache_backend/host/loads.py"], False),
-        ("full_to_swa", "write", ["/swa_memory_pool.py", "/hcache_cpu_engine/attention.py"], False),
-        ("K", "read", ["/hcache_cpu_engine/attention.py"], False),
-        ("req_to_token", "read", [], False),
+        ("req_to_token", "read", [ATTENTION], True),
+        ("full_to_swa", "read", [SLOTS, ATTENTION], True),
+        ("full_to_swa", "read", [SLOTS, "/hcache_backend/host/loads.py"], False),
+        ("full_to_swa", "write", [SLOTS, ATTENTION], False),
+        ("K", "read", [ATTENTION], False),
     ],
 )
 def test_page_tables_are_not_read_in_each_layer_of_a_gpu(

@@ -10,6 +10,7 @@ from torch import nn
 
 from hcache_backend import streams
 from hcache_backend.capture.hooks import HiddenCapture
+from hcache_backend.capture.staging import Staging
 from tests.cuda_standin import device
 from tests.cuda_standin.device import CUDA
 from tests.cuda_standin.on_device.test_launches import launches
@@ -98,21 +99,6 @@ def test_replays_capture_what_projections_are_given(breakable: bool) -> None:
     assert model.attended == 5 * (LAYERS if breakable else 1)
 
 
-def test_a_step_that_is_too_long_for_staging_is_not_taken_from_a_replay(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    engine = Engine("cuda")
-    model = Model(engine, breakable=True)
-    count = engine.staging.capacity + 16
-    model.record(count)
-    model.hooks.use(engine.capture, tokens_only=False)
-    slots = random_slots(random.Random(5), count)
-    model.forward(torch.ones((LAYERS, count, WIDTH), device=CUDA).to(DTYPE), slots)
-    engine.settle()
-    assert f"not captured: a CUDA graph of {count} tokens" in caplog.text
-    assert engine.arena.problem(slots.cpu().numpy()) is not None  # no backup takes them
-
-
 def test_rows_behind_those_of_a_step_are_left_out() -> None:
     """Without a graph SGLang may fill a batch up, too."""
     engine = Engine("cuda")
@@ -134,13 +120,9 @@ def test_a_step_whose_places_cannot_be_unnamed_ends_capture(
 ) -> None:
     """A recorded copy would go to rows that a transfer still reads."""
     engine = Engine("cuda")
-
-    def broken() -> None:
-        raise RuntimeError("a test's fault")
-
-    monkeypatch.setattr(engine.staging, "name_none", broken)
+    monkeypatch.delattr(Staging, "name_none")
     engine.capture.give_up_step()
-    assert engine.capture.ledger.broken == "capture broke: RuntimeError: a test's fault"
+    assert str(engine.capture.ledger.broken).startswith("capture broke: AttributeError")
 
 
 class Pinned(streams.Door):

@@ -18,7 +18,7 @@ from tests.cuda_standin import device
 from tests.cuda_standin.device import CUDA
 
 LAYERS, HEADS, DIM, PAGE = 32, 2, 8, 16
-PAGES = 24
+PAGES, HIT = 24, 16
 COPIES = ("_copied", "_to_device", "_moved")
 """Of the stand-in: they put copies of memory into a stream, which no kernel makes."""
 
@@ -92,32 +92,39 @@ def test_a_backup_and_a_load_launch_four_times_at_most(codec: str) -> None:
     assert len(set(map(id, restore.layers))) == (4 if codec == "none" else 2)
 
 
+def eager_hit(server: Server, unread: int = 0) -> tuple[torch.Tensor, EagerRestores, list[int]]:
+    """A hit whose pages are to come: its slots, its restores, and the pages of each launch."""
+    taken, launched = server.slots(PAGES, HIT), list[int]()
+    free: Any = SimpleNamespace(
+        count=lambda: HIT, make_room=lambda pages: None, take=lambda pages: taken
+    )
+
+    def launch(ids: np.ndarray, into: torch.Tensor) -> tuple[Any, int]:
+        launched.append(len(ids))
+        return server.pipeline.start(ids, into, ahead=True), 0
+
+    at_once = launch_pages(CUDA, server.layout.page_bytes)
+    eager = EagerRestores(PAGE, free, launch, HIT, at_once)
+    eager.reserve("prefetch", range(HIT), np.arange(HIT), unread)
+    return taken, eager, launched
+
+
 @pytest.mark.parametrize("codec", ["none", "exp4"])
 @pytest.mark.parametrize("from_back", [False, True])
 def test_an_eager_hit_launches_eight_times_at_most(codec: str, from_back: bool) -> None:
     """Sixteen reports of one page each; a quarter of the hit is launched at a time."""
-    server, hit = Server(codec), 16
-    slots, host_pages = server.slots(1, hit), np.arange(hit)
-    fits = server.kv.save(server.layout, server.memory, torch.arange(hit).to(CUDA), slots)
+    server = Server(codec)
+    slots = server.slots(1, HIT)
+    fits = server.kv.save(server.layout, server.memory, torch.arange(HIT).to(CUDA), slots)
     assert fits is None or fits.all().item()
     torch.cuda.synchronize()
-    taken = server.slots(PAGES, hit)
-    free = SimpleNamespace(
-        count=lambda: hit, make_room=lambda pages: None, take=lambda pages: taken
-    )
-
-    def launch(ids: np.ndarray, into: torch.Tensor) -> tuple[Any, int]:
-        return server.pipeline.start(ids, into, ahead=True), 0
-
-    at_once = launch_pages(CUDA, server.layout.page_bytes)
-    eager = EagerRestores(PAGE, free, launch, hit, at_once)  # type: ignore[arg-type]
-    eager.reserve("prefetch", range(hit), host_pages)
+    taken, eager, _ = eager_hit(server)
     with launches() as seen:
-        for page in range(1, hit + 1):
-            there = (hit, hit - page) if from_back else (page, 0)
+        for page in range(1, HIT + 1):
+            there = (HIT, HIT - page) if from_back else (page, 0)
             eager.arrived("prefetch", *there)
     assert 1 <= len(seen) <= 8, seen
-    handed = eager.adopt(host_pages)
+    handed = eager.adopt(np.arange(HIT))
     assert handed is not None and handed.whole.all()
     for restore in handed.restores:
         restore.synchronize()
@@ -152,20 +159,9 @@ def test_a_restore_without_memory_for_encoded_pages_raises_and_the_next_one_is_r
 
 def test_pages_before_a_front_do_not_wait_for_others() -> None:
     """The front and the back have met: no further page comes."""
-    server = Server("none")
-    taken = server.slots(PAGES, 16)
-    free = SimpleNamespace(count=lambda: 16, make_room=lambda pages: None, take=lambda _: taken)
-    launched: list[int] = []
-
-    def launch(ids: np.ndarray, into: torch.Tensor) -> tuple[Any, int]:
-        launched.append(len(ids))
-        return server.pipeline.start(ids, into, ahead=True), 0
-
-    at_once = launch_pages(CUDA, server.layout.page_bytes)
-    eager = EagerRestores(PAGE, free, launch, 16, at_once)  # type: ignore[arg-type]
-    eager.reserve("prefetch", range(16), np.arange(16), LAYERS)
+    _, eager, launched = eager_hit(Server("none"), LAYERS)
     for start, met in ((13, False), (12, False), (11, False), (10, True)):
-        eager.arrived("prefetch", 16, start, last=met)
+        eager.arrived("prefetch", HIT, start, last=met)
     assert launched == [4, 2]
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +53,6 @@ class Settings:
         return {VARIABLE: json.dumps(asdict(self)), "SGLANG_ENABLE_WAR_BARRIER": "1"}
 
 
-@dataclass
-class Done:
-    """What the scheduler did while it was checked.
-
-    Attributes:
-        steps: Forward passes.
-        aborts: Requests that were aborted, by what they were in the middle of.
-    """
-
-    steps: int = 0
-    aborts: dict[str, int] = field(default_factory=dict)
-
-
 def activate() -> None:
     if VARIABLE not in os.environ:
         return
@@ -99,7 +86,7 @@ def _begin(checker: Any, settings: Settings) -> None:
     from tests.order.product import CheckedDoor
 
     edges.leave_out(settings.left_out)
-    done = Done()
+    done: dict[str, Any] = {"steps": 0, "aborts": {}}  # forward passes; aborts by what was going on
     # Left when the process ends.
     checker.stack.enter_context(streams.through(CheckedDoor(checker)))
     _say_what_is_pinned(checker)
@@ -109,7 +96,7 @@ def _begin(checker: Any, settings: Settings) -> None:
     def found() -> dict[str, Any]:
         return {
             "findings": [str(finding) for finding in checker.findings],
-            **asdict(done),
+            **done,
             "replays": decode_graphs.replays,
             "host_waits": [
                 {**wait._asdict(), "times": times}
@@ -177,7 +164,7 @@ def _say_what_is_kept(checker: Any) -> None:
 
 
 def _watch_the_event_loop(
-    checker: Any, settings: Settings, done: Done, found: Callable[[], dict[str, Any]]
+    checker: Any, settings: Settings, done: dict[str, Any], found: Callable[[], dict[str, Any]]
 ) -> None:
     """What was set up before it is done; what comes is checked."""
     from sglang.srt.managers.scheduler import Scheduler
@@ -193,8 +180,7 @@ def _watch_the_event_loop(
             "full_to_swa": getattr(allocator, "full_to_swa_index_mapping", None),
         }
         for name, table in tables.items():
-            block = None if table is None else checker.memory.find(table)
-            if block is not None:
+            if table is not None and (block := checker.memory.find(table)) is not None:
                 block.name = name
         threading.Thread(target=_answer, args=(settings, found), daemon=True).start()
         if settings.failing_begins:
@@ -204,7 +190,7 @@ def _watch_the_event_loop(
         return original(scheduler, *args, **kwargs)
 
     def forward(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
-        done.steps += 1
+        done["steps"] += 1
         if settings.early_barrier:
             event = checker.stand_ins["Event"]()
             event.record()
@@ -232,14 +218,14 @@ def _name_streams(checker: Any, scheduler: Any) -> None:
             checker.clocks.names[stream.actor] = name
 
 
-def _abort_in_the_middle(done: Done) -> None:
+def _abort_in_the_middle(done: dict[str, Any]) -> None:
     from sglang.srt.managers.scheduler import Scheduler
 
     aborted: dict[str, str] = {}
 
     def turn(original: Any, scheduler: Any, received: list[Any]) -> None:
         original(scheduler, [*received, *aborts(scheduler, aborted)])
-        done.aborts = dict(Counter(aborted.values()))
+        done["aborts"] = dict(Counter(aborted.values()))
 
     around(Scheduler, "process_input_requests", turn)
 
