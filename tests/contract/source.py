@@ -11,25 +11,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Definition:
-    """What a dotted name stands for.
+    """What a dotted name stands for."""
 
-    Attributes:
-        module: Dotted name of the module that defines it.
-        node: A ``ClassDef`` or function; a ``Module`` for a module; else the statement that
-            assigns the name.
-    """
-
-    module: str
-    node: ast.AST
+    module: str  # dotted name of the module that defines it
+    node: ast.AST  # a class, function or module; else the statement that assigns the name
 
 
 class Source:
-    """The package ``sglang`` below ``root``.
-
-    Args:
-        root: The folder that holds the package's folder.
-        version: For messages.
-    """
+    """The package ``sglang``, whose folder is in ``root``."""
 
     def __init__(self, root: Path, version: str) -> None:
         self.version = version
@@ -205,14 +194,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Parameters:
-    """How something may be called.
+    """How something may be called."""
 
-    Attributes:
-        positional: Names in their order.
-        keyword_only: Names that may only be given by name.
-    """
-
-    positional: tuple[str, ...]
+    positional: tuple[str, ...]  # names in their order
     keyword_only: frozenset[str]
     more_positional: bool
     more_keywords: bool

@@ -12,37 +12,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Call:
-    """A call of something that SGLang defines.
-
-    Attributes:
-        target: Dotted name of the function or class.
-        positional: Arguments by place; those after a ``*`` are not counted.
-        keywords: Arguments by name; those after a ``**`` are not known.
-    """
+    """A call of something that SGLang defines."""
 
     where: str
-    target: str
-    positional: int
-    keywords: tuple[str, ...]
+    target: str  # dotted name of the function or class
+    positional: int  # arguments by place; those after a ``*`` are not counted
+    keywords: tuple[str, ...]  # arguments by name; those after a ``**`` are not known
 
 
 @dataclass(frozen=True)
 class Subclass:
-    """A class of ours on top of one of SGLang's, or of another one of ours that is.
-
-    Attributes:
-        base: Dotted name of SGLang's class.
-        methods: What it defines.
-        inherited: Attributes of ``self`` and ``super()`` that it uses and we do not define.
-        defined: All that it defines, with what it has from ours.
-    """
+    """A class of ours on top of one of SGLang's, or of another one of ours that is."""
 
     where: str
     name: str
-    base: str
+    base: str  # dotted name of SGLang's class
     methods: dict[str, ast.FunctionDef]
-    inherited: frozenset[str]
-    defined: frozenset[str]
+    inherited: frozenset[str]  # attributes of self and super() that it uses and we do not define
+    defined: frozenset[str]  # all that it defines, with what it has from ours
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hcache_kernels import copy_engine
 from hcache_kernels.launch import Launch
+from tests.order import accesses
 
 CUDA = torch.device("cuda", 0)
 POISON = 0xA5
@@ -45,15 +46,7 @@ EMPTY = {
     aten.new_empty_strided.default,
 }
 """Launch nothing."""
-SIZED_BY_DATA = {
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten.equal.default,
-    aten._local_scalar_dense.default,
-    aten.is_nonzero.default,
-    aten._unique2.default,
-    aten.repeat_interleave.Tensor,
-}
+SIZED_BY_DATA = {*accesses.FACTS, *accesses.SIZED_BY_DATA, aten.repeat_interleave.Tensor}
 """The host waits for these."""
 READS = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "__repr__"}
 
@@ -367,19 +360,13 @@ class _Operations(TorchDispatchMode):
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if not _seen[0] or not any(map(on_device, tensors)):
             return func(*args, **kwargs)
-        schema = func._schema
         if func in EMPTY:
             return _given_out(func(*args, **kwargs))
-        written = [
-            args[at] if at < len(args) else kwargs.get(argument.name)
-            for at, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        written += [kwargs[name] for name in ("out",) if name in kwargs and not written]
-        if written:
+        given = accesses.arguments(func, args, kwargs)
+        if written := [tensor for _, tensor, is_written in given if is_written]:
             _current[-1].put(lambda: func(*args, **kwargs))
             return written[0] if len(written) == 1 else tuple(written)
-        if any(result.alias_info is not None for result in schema.returns):
+        if any(result.alias_info is not None for result in func._schema.returns):
             return func(*args, **kwargs)  # a view
         masks = func is aten.index.Tensor and any(
             i is not None and i.dtype is torch.bool for i in args[1]

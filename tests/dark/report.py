@@ -32,16 +32,11 @@ def statements() -> Counter[Key]:
 
 @dataclass(frozen=True)
 class Listed:
-    """``dark.toml``: statements that no test has to run.
-
-    Attributes:
-        reasons: Why each is dark, and how often it stands in its function.
-        sometimes: Those that run by chance: it is no error that they did.
-    """
+    """``dark.toml``: statements that no test has to run."""
 
     reasons: dict[Key, str]
-    counts: Counter[Key]
-    sometimes: set[Key]
+    counts: Counter[Key]  # how often each is dark in its function
+    sometimes: set[Key]  # run by chance: it is no error that they did
 
     @classmethod
     def read(cls, path: Path = LISTED) -> Listed:
@@ -60,18 +55,10 @@ class Listed:
 
     def problems(self, dark: Counter[Key]) -> list[str]:
         """Where the list and what was found dark differ."""
-        found = [f"dark, and not listed: {_said(key)}" for key in (dark - self.counts).elements()]
-        lit = self.counts - dark
-        return found + [
-            f"listed, and not dark: {_said(key)}"
-            for key in lit.elements()
-            if key not in self.sometimes
-        ]
-
-
-def _said(key: Key) -> str:
-    file, owner, text = key
-    return f"{file}:{owner}: {text}"
+        found = [("dark, and not listed", *key) for key in (dark - self.counts).elements()]
+        lit = (key for key in (self.counts - dark).elements() if key not in self.sometimes)
+        found += [("listed, and not dark", *key) for key in lit]
+        return [f"{how}: {file}:{owner}: {text}" for how, file, owner, text in found]
 
 
 @dataclass
@@ -79,8 +66,7 @@ class Dark:
     """What the marks of a run say."""
 
     total: int
-    places: list[tuple[str, int, Key]]
-    """File, line and statement of each that did not run."""
+    places: list[tuple[str, int, Key]]  # file, line and statement of each that did not run
 
     @classmethod
     def read(cls, folder: Path) -> Dark:

@@ -40,21 +40,14 @@ SECOND_PAGE = 1
 
 
 class Kind(NamedTuple):
-    """A layout and codec.
+    """A layout and codec."""
 
-    Attributes:
-        partition: Layers by method: recomputed, hidden states, K and V.
-        codec: Of K and V; ``hidden``: of hidden states.
-        ranks: As many tensor-parallel ranks divide the page.
-        pairs: Layers that share a slot, and how.
-    """
-
-    partition: tuple[int, int, int]
+    partition: tuple[int, int, int]  # layers that are recomputed, hidden states, K and V
     dtype: torch.dtype = torch.bfloat16
-    codec: str = "none"
-    hidden: str = "none"
-    ranks: int = 1
-    pairs: tuple[tuple[int, int, str], ...] = ()
+    codec: str = "none"  # of K and V
+    hidden: str = "none"  # codec of hidden states
+    ranks: int = 1  # tensor-parallel ones that divide the page
+    pairs: tuple[tuple[int, int, str], ...] = ()  # layers that share a slot, and how
     page: int = 16
 
 

@@ -36,17 +36,11 @@ WATCHED = ("/hcache_backend/", "cache_controller.py", "/concurrent/futures/")
 
 @dataclass
 class Settings:
-    """How a server is traced.
+    """How a server is traced, in virtual time."""
 
-    Attributes:
-        folder: For the trace of each rank, ``trace.<rank>``, and the marks that end its parts.
-        read_seconds: Virtual time that L3 takes for a page.
-        compute_seconds: Virtual time that a forward pass takes for a token.
-    """
-
-    folder: str
-    read_seconds: float = 1e-3
-    compute_seconds: float = 1e-4
+    folder: str  # for the trace of each rank, ``trace.<rank>``, and the marks that end its parts
+    read_seconds: float = 1e-3  # that L3 takes for a page
+    compute_seconds: float = 1e-4  # that a forward pass takes for a token
 
 
 def count_what_waits() -> None:
@@ -84,21 +78,14 @@ class Clock:
 
 
 class Trace:
-    """The trace of one process.
-
-    Attributes:
-        now: Virtual seconds.
-        scheduler: The scheduler's thread.
-        rank: Number of this process, once it is known.
-        not_waited_for: Names of threads that wait for other processes.
-    """
+    """The trace of one process."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.now = 1000.0
+        self.now = 1000.0  # virtual seconds
         self.scheduler = threading.get_ident()
-        self.rank: int | None = None
-        self.not_waited_for: set[str] = set()
+        self.rank: int | None = None  # number of this process, once it is known
+        self.not_waited_for: set[str] = set()  # threads that wait for other processes
         self._lock = threading.Lock()
         self._said: dict[str, list[str]] = {}  # since the last point, by thread
         self._turn: list[str] = []

@@ -21,7 +21,6 @@ def watch(trace: Trace) -> None:
     _watch_scheduler(trace)
     _watch_all_reduce(trace)
     _watch_work(trace)
-    _watch_l3(trace)
     for told, table in ((_say_before, BEFORE), (_say_after, AFTER)):
         for owner, texts in table.items():
             for name, text in texts.items():
@@ -79,12 +78,14 @@ def _watch_scheduler(trace: Trace) -> None:
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from hcache_backend.sglang.runtime import current
+
     def loop(original: Any, scheduler: Any, *args: Any) -> Any:
         clock = Clock(trace)
         for name, module in list(sys.modules.items()):
             if _has_virtual_time(name) and hasattr(module, "time"):
                 setattr(module, "time", clock)  # noqa: B010
-        runtime = _runtime()
+        runtime = current()
         runtime.l3.clock = clock.monotonic
         if runtime.hit_gate is not None:
             runtime.hit_gate.gpu._clock = clock.monotonic
@@ -152,12 +153,6 @@ def _has_virtual_time(module: str) -> bool:
     return parts[0] == "hcache_backend" and (timed or (len(parts) > 1 and parts[1] in rooms))
 
 
-def _runtime() -> Any:
-    from hcache_backend.sglang.runtime import current
-
-    return current()
-
-
 def _together(held: list[Any], received: Sequence[Any]) -> list[Any]:
     """Requests whose ids begin with ``2/`` come when two of them are there, in their order."""
     ready = []
@@ -186,6 +181,7 @@ def _say_request(trace: Trace, request: Any) -> None:
 
 def _watch_all_reduce(trace: Trace) -> None:
     """Of small numbers between ranks; the model's own are not traced."""
+    names = {dist.ReduceOp.MIN: "min", dist.ReduceOp.MAX: "max", dist.ReduceOp.SUM: "sum"}
 
     def all_reduce(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         group = kwargs.get("group", args[1] if len(args) > 1 else None)
@@ -193,47 +189,30 @@ def _watch_all_reduce(trace: Trace) -> None:
         own = tensor.flatten().tolist() if told else []
         result = original(tensor, *args, **kwargs)
         if told:
-            op = kwargs.get("op", args[0] if args else dist.ReduceOp.SUM)
+            op = names[kwargs.get("op", args[0] if args else dist.ReduceOp.SUM)]
             found = tensor.flatten().tolist()
             became = f" -> {found}" if found != own else ""
-            trace.say(f"all-reduce {_name(op)} {own}{became}", polls=True)
+            trace.say(f"all-reduce {op} {own}{became}", polls=True)
         return result
 
     around(dist, "all_reduce", all_reduce)
 
 
-def _name(op: Any) -> str:
-    return {dist.ReduceOp.MIN: "min", dist.ReduceOp.MAX: "max", dist.ReduceOp.SUM: "sum"}.get(
-        op, str(op)
-    )
-
-
 def _watch_work(trace: Trace) -> None:
-    """What is no line alone: points, what restores are launched with, and what takes time."""
+    """What takes time, and points beside those of SGLang's scheduler."""
     from hcache_backend.prefetch.gate import HitGate
     from hcache_backend.restore.pipeline import RestorePipeline
     from hcache_backend.restore.recompute import Recomputer
+    from hcache_backend.sglang import controller
     from hcache_backend.sglang.controller import OwnPagesController
+    from hcache_backend.tiers.shared_backend import SharedBackend
 
     def turn(original: Any, controller: Any, *args: Any) -> Any:
         trace.point()
         return original(controller, *args)
 
-    def start(
-        original: Any,
-        pipeline: Any,
-        page_ids: Any,
-        slots: Any,
-        recompute: Any = None,
-        first_layer: int = 0,
-        *,
-        ahead: bool = False,
-    ) -> Any:
-        first = f", first {recompute.layers} layers recomputed" if recompute else ""
-        since = f", from layer {first_layer} on" if first_layer else ""
-        early = " ahead of the load" if ahead else ""
-        trace.say(f"launch: restore {pages(len(page_ids))}{early}{first}{since}")
-        result = original(pipeline, page_ids, slots, recompute, first_layer, ahead=ahead)
+    def start(original: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
         trace.point()
         return result
 
@@ -249,22 +228,10 @@ def _watch_work(trace: Trace) -> None:
             trace.say("gate: L3 is overdue")
         return original(gate, ended, stalled)
 
-    around(OwnPagesController, "begin_turn", turn)
-    around(RestorePipeline, "start", start)
-    around(Recomputer, "run", run)
-    around(HitGate, "agreed", agreed)
-
-
-def _watch_l3(trace: Trace) -> None:
-    from hcache_backend.sglang import controller
-    from hcache_backend.sglang.controller import OwnPagesController
-    from hcache_backend.tiers.shared_backend import SharedBackend
-
     # A batch of a prefetch is read in each turn of the scheduler, however fast the disk is.
     controller._MOST_STEPS = 1
 
     def read(original: Any, controller: Any, operation: Any, keys: Any, *others: Any) -> Any:
-        """A batch of a prefetch: one in each turn of the scheduler."""
         trace.next_turn()
         trace.costs(len(keys) * trace.settings.read_seconds)
         return original(controller, operation, keys, *others)
@@ -275,11 +242,35 @@ def _watch_l3(trace: Trace) -> None:
             trace.next_look()
         return original(values, *args)
 
+    around(OwnPagesController, "begin_turn", turn)
     around(OwnPagesController, "_page_get_zero_copy", read)
+    around(RestorePipeline, "start", start)
+    around(Recomputer, "run", run)
+    around(HitGate, "agreed", agreed)
     around(SharedBackend, "get", hang)
 
 
 # ---- functions that each say a line ----
+
+
+def _restore(
+    _: Any,
+    page_ids: Any,
+    slots: Any,
+    recompute: Any = None,
+    first_layer: int = 0,
+    *,
+    ahead: bool = False,
+) -> str:
+    first = f", first {recompute.layers} layers recomputed" if recompute else ""
+    since = f", from layer {first_layer} on" if first_layer else ""
+    early = " ahead of the load" if ahead else ""
+    return f"launch: restore {pages(len(page_ids))}{early}{first}{since}"
+
+
+def _queued(result: Any) -> str:
+    return "refused" if result is None else "queued"
+
 
 _l3_pages = Pages()
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller:HybridCacheController"
@@ -319,6 +310,7 @@ BEFORE: dict[str, dict[str, Any]] = {
         ),
     },
     "hcache_backend.restore.pipeline:RestorePipeline": {
+        "start": _restore,
         "start_recomputation": lambda pipeline, recompute, positions, *_: (
             f"launch: recompute {len(positions)} tokens, {recompute.layers} layers"
         ),
@@ -399,7 +391,3 @@ AFTER: dict[str, dict[str, Any]] = {
     },
 }
 """Likewise behind it, of its result and its arguments."""
-
-
-def _queued(result: Any) -> str:
-    return "refused" if result is None else "queued"

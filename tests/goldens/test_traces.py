@@ -4,7 +4,7 @@
 of the model without a cache, in every mode. They are not recorded: sums differ between CPUs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -28,33 +28,32 @@ NOBODY = "2.2.2.2"
 
 
 class Scenario(NamedTuple):
-    """What users do to a server, and to which.
+    """What users do to a server, and to which."""
 
-    Attributes:
-        use: Gets the script and the folder of the server.
-        hcache: Options of ours.
-        options: Others of the server.
-        trace: As ``recorder.Settings``.
-        options_of: Makes the server instead, of the model and the folder.
-    """
-
-    use: Callable[[Script, Path], list[Conversation]]
-    hcache: dict[str, Any]
-    options: Mapping[str, Any] = MappingProxyType({})
-    trace: Mapping[str, Any] = MappingProxyType({})
+    use: Callable[[Script, Path], list[Conversation]]  # gets the folder of the server, too
+    hcache: dict[str, Any]  # options of ours
+    options: Mapping[str, Any] = MappingProxyType({})  # others of the server
+    trace: Mapping[str, Any] = MappingProxyType({})  # as ``recorder.Settings``
+    # Makes the server instead, of the model and the folder.
     options_of: Callable[[Path, Path], ServerOptions] | None = None
     ranks: int = 1
     server: type[Server] = Server
+
+
+def first_time(script: Script, tokens: int, seeds: Iterable[int]) -> list[list[int]]:
+    """Prompts that nobody asked before, one after the other."""
+    prompts = [random_tokens(tokens, seed) for seed in seeds]
+    for number, prompt in enumerate(prompts):
+        script.ask((f"first {number}", prompt))
+    return prompts
 
 
 def one_server(script: Script, folder: Path) -> list[Conversation]:
     """A conversation from L3, aborts in each phase, a weight update, a flush and a cleared L3."""
     script.settle("a conversation from L3")
     found = conversation(script)
-    prompts = [random_tokens(160, seed) for seed in range(2)]
     script.settle("aborts in each phase")
-    for number, prompt in enumerate(prompts):
-        script.ask((f"first {number}", prompt))
+    prompts = first_time(script, 160, range(2))
     script.flush()
     script.ask(("abort in prefetch", [*prompts[0], 5]), ("beside it", [*prompts[1], 5]))
     script.flush()
@@ -82,12 +81,10 @@ def one_server(script: Script, folder: Path) -> list[Conversation]:
 def pressure(script: Script, folder: Path) -> list[Conversation]:
     """More than the device holds, then more than that and host memory, then decodes that do not
     fit."""
-    prompts = [random_tokens(245, seed) for seed in range(5)]
     script.settle("eviction under pressure")
-    for number, prompt in enumerate(prompts[:3]):
-        script.ask((f"first {number}", prompt))
+    prompts = first_time(script, 245, range(3))
     script.ask(("from the host", [*prompts[0], 9]))
-    script.ask(*((f"together {number}", prompts[number]) for number in (3, 4)))
+    script.ask(*((f"together {number}", random_tokens(245, number)) for number in (3, 4)))
     script.settle("retraction")
     script.ask(*((f"long {n}", random_tokens(220, 50 + n)) for n in range(2)), tokens=45)
     return []
@@ -119,9 +116,7 @@ def fronts(script: Script, folder: Path) -> list[Conversation]:
     script.settle("a conversation from L3")
     found = conversation(script)
     script.settle("fronts")
-    prompts = [random_tokens(330, seed) for seed in (3, 4)]
-    for number, prompt in enumerate(prompts):
-        script.ask((f"first {number}", prompt))
+    prompts = first_time(script, 330, (3, 4))
     script.flush()
     script.ask(("alone", [*prompts[0], 5]))
     script.flush()
@@ -137,9 +132,7 @@ def fronts(script: Script, folder: Path) -> list[Conversation]:
 def lost(script: Script, folder: Path) -> list[Conversation]:
     """Pages that cannot be encoded: loads from host memory compute them again."""
     script.settle("lost pages")
-    prompts = [random_tokens(180, seed) for seed in range(3)]
-    for number, prompt in enumerate(prompts):
-        script.ask((f"first {number}", prompt))
+    prompts = first_time(script, 180, range(3))
     script.ask(("from the host", [*prompts[0], 5]))
     script.flush()
     script.ask(("from L3", [*prompts[1], 5]))
@@ -161,9 +154,7 @@ def prefill_server(script: Script, folder: Path) -> list[Conversation]:
 def shared_tier(script: Script, folder: Path) -> list[Conversation]:
     """A shared tier answers, hangs, and is left alone."""
     script.settle("a shared tier")
-    prompts = [random_tokens(100, seed) for seed in range(2)]
-    for number, prompt in enumerate(prompts):
-        script.ask((f"first {number}", prompt))
+    prompts = first_time(script, 100, range(2))
     script.flush()
     for page in (folder / "l3").glob("pages/??/*.page"):
         page.unlink()
@@ -193,9 +184,7 @@ def ranks(script: Script, folder: Path) -> list[Conversation]:
 def slow_l3(script: Script, folder: Path) -> list[Conversation]:
     """Reading takes longer than computing: hits are refused once that is known."""
     script.settle("a slow L3")
-    prompts = [random_tokens(150, seed) for seed in range(2)]
-    for number, prompt in enumerate(prompts):
-        script.ask((f"first {number}", prompt))
+    prompts = first_time(script, 150, range(2))
     script.flush()
     for turn in range(2):
         for number, prompt in enumerate(prompts):
@@ -223,14 +212,13 @@ def with_shared_tier(model: Path, folder: Path) -> ServerOptions:
     return our_traced_server(model, folder, hcache, trace={}, extra_env=env)
 
 
-def that_loses_pages(model: Path, folder: Path) -> ServerOptions:
-    options = {"max_total_tokens": 512, "hicache_ratio": 4.0, "dtype": "bfloat16"}
-    hcache = {"codec": "exp4", **KV}
-    env = ours.faulty("third_pages_do_not_fit")
-    return our_traced_server(model, folder, hcache, trace={}, extra_env=env, **options)
-
-
 SMALL = {"max_total_tokens": 512, "hicache_ratio": 2.0}
+LOSES_PAGES = {
+    "max_total_tokens": 512,
+    "hicache_ratio": 4.0,
+    "dtype": "bfloat16",
+    "extra_env": ours.faulty("third_pages_do_not_fit"),
+}
 OVERCOMMIT = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16"}
 """SGLang lets requests begin that will not fit, as if their replies were short."""
 SCENARIOS = {
@@ -238,7 +226,7 @@ SCENARIOS = {
     "pressure": Scenario(pressure, KV, {**SMALL, "extra_env": OVERCOMMIT}),
     "attach and detach": Scenario(attached, {}, options_of=without_l3),
     "fronts": Scenario(fronts, {"recompute_ms": 1e4, **KV}, trace={"read_seconds": 3e-3}),
-    "lost pages": Scenario(lost, {}, options_of=that_loses_pages),
+    "lost pages": Scenario(lost, {"codec": "exp4", **KV}, LOSES_PAGES),
     "prefill server": Scenario(prefill_server, MIXED, server=PrefillServer),
     "shared tier": Scenario(shared_tier, {}, options_of=with_shared_tier),
     "two ranks": Scenario(ranks, MIXED, {"tp": 2}, ranks=2),

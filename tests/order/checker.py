@@ -16,12 +16,7 @@ from tests.order.stand_ins import stand_ins
 
 
 class Checker:
-    """Watches what the calling thread does, within :meth:`watching`.
-
-    Args:
-        query: How events answer.
-        seed: For ``Query.RANDOM``.
-    """
+    """Watches what the calling thread does, within :meth:`watching`."""
 
     def __init__(self, query: Query = Query.LAZY, seed: int = 0) -> None:
         self.clocks = Clocks(query, seed)

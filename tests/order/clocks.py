@@ -49,25 +49,18 @@ def site(depth: int = 12) -> Site:
 class Query(Enum):
     """What an event's ``query`` says of a point that the device may or may not have passed."""
 
-    LAZY = "lazy"
-    """No, ``POLLS`` times."""
-    LATE = "late"
-    """No, ``LATE_POLLS`` times: the device is passes behind, and only who waits knows more."""
-    RANDOM = "random"
-    """Yes or no, by seed, but not for ever."""
+    LAZY = "lazy"  # no, ``POLLS`` times
+    LATE = "late"  # no, ``LATE_POLLS`` times: passes behind, and only who waits knows more
+    RANDOM = "random"  # yes or no, by seed, but not for ever
 
 
 class HostWait(NamedTuple):
-    """A place where the host waits for a stream.
-
-    Attributes:
-        idle: The host knew that all forward passes were done.
-    """
+    """A place where the host waits for a stream."""
 
     thread: str
     how: str
     where: str
-    idle: bool
+    idle: bool  # the host knew that all forward passes were done
 
 
 class Point:
@@ -82,10 +75,6 @@ class Clocks:
     """What every actor is ordered behind. Actor 0 is the host, whatever thread; others are streams.
 
     A stream is always behind all that the host knew when it gave the stream something to do.
-
-    Args:
-        query: How events answer.
-        seed: For ``Query.RANDOM``.
     """
 
     def __init__(self, query: Query = Query.LAZY, seed: int = 0) -> None:

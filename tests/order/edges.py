@@ -16,19 +16,12 @@ OF_THREADS = ("ended.wait(_PROGRESS_SECONDS)", "collective.wait()")
 
 
 class Edge(NamedTuple):
-    """A call that orders streams, or keeps memory.
+    """A call that orders streams, or keeps memory."""
 
-    Attributes:
-        file: Below the package.
-        function: The innermost one that the call stands in.
-        what: The call as it stands there.
-        lines: Its first and last line.
-    """
-
-    file: str
-    function: str
-    what: str
-    lines: tuple[int, int]
+    file: str  # below the package
+    function: str  # the innermost one that the call stands in
+    what: str  # the call as it stands there
+    lines: tuple[int, int]  # first and last
 
     def __str__(self) -> str:
         return f"{self.file}:{self.function} {self.what}"

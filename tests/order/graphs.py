@@ -26,15 +26,11 @@ class DecodeGraphs:
     the copies to staging that were recorded run where they stood, for all rows of the graph.
 
     Args:
-        new_event: Makes an event of the checker.
         copies: Whether what the product launches is recorded.
-
-    Attributes:
-        replays: How many forward passes were replays.
     """
 
     def __init__(self, new_event: Callable[[], Any], *, copies: bool) -> None:
-        self.replays = 0
+        self.replays = 0  # forward passes that were replays
         self._copies = copies
         self._new_event = new_event
         self._replaying = False

@@ -31,28 +31,21 @@ class Kind(Enum):
 
 @dataclass
 class Block:
-    """What is known of one storage.
-
-    Attributes:
-        stream: The stream that it was made on; freed, it is adopted again in that one's order.
-        cell: Bytes of a cell.
-        last: For reads and for writes, by actor, the last step that touched each cell.
-        used: By actor, the last step that touched any.
-        kept: Streams that were said to use it (``Stream.keep``, ``Tensor.record_stream``).
-    """
+    """What is known of one storage."""
 
     kind: Kind
-    stream: int
+    stream: int  # that it was made on; freed, it is adopted again in that one's order
     size: int
-    cell: int
+    cell: int  # bytes of a cell
     made: Site
     name: str
     watched: bool
+    # For reads and for writes, by actor, the last step that touched each cell.
     last: dict[str, dict[int, npt.NDArray[np.int32]]] = field(
         default_factory=lambda: {"read": {}, "write": {}}
     )
-    used: dict[int, int] = field(default_factory=dict)
-    kept: set[int] = field(default_factory=set)
+    used: dict[int, int] = field(default_factory=dict)  # by actor, the last step that touched any
+    kept: set[int] = field(default_factory=set)  # streams that were said to use it
     alive: weakref.ref[torch.UntypedStorage] | None = None
 
     def all_cells(self) -> slice:
@@ -81,11 +74,7 @@ class Finding(NamedTuple):
 
 
 class Memory:
-    """All storages that are watched.
-
-    Args:
-        clocks: Who is ordered behind whom.
-    """
+    """All storages that are watched."""
 
     def __init__(self, clocks: Clocks) -> None:
         self.clocks = clocks

@@ -4,19 +4,12 @@ from typing import NamedTuple
 
 
 class Report(NamedTuple):
-    """What a scenario reports when an edge is left out.
-
-    Attributes:
-        scenario: Its name.
-        what: First line of one of its findings.
-        partition: With which one a scenario is served.
-        query: How events answer, see ``Query``.
-    """
+    """What a scenario reports when an edge is left out."""
 
     scenario: str
-    what: str
-    partition: str = "mixed"
-    query: str = "lazy"
+    what: str  # first line of one of its findings
+    partition: str = "mixed"  # of the server
+    query: str = "lazy"  # how events answer, see ``Query``
 
 
 _BETWEEN_RANKS = [

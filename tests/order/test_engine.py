@@ -169,31 +169,21 @@ def flushes(server: Server) -> None:
 
 
 class Scenario(NamedTuple):
-    """What users do to a server, and to which.
-
-    Attributes:
-        happened: What the report must say for the scenario to have been one.
-        partitions: Which ones it runs with, see ``PARTITIONS``.
-        chunk: Tokens of a prefill's longest step.
-        codec: Other than ``none``, it is that of a bfloat16 server.
-        fault: One of ``tests/engine/faults``, by the file ``in-step``.
-        recompute_ms: As the option.
-        waits: Where our code on the scheduler's thread may wait for the device or other ranks.
-        model: Another one than the Llama of all scenarios.
-    """
+    """What users do to a server, and to which."""
 
     use: Callable[[Server], None]
+    # What the report must say for the scenario to have been one.
     happened: Callable[[dict[str, Any]], object] = lambda found: found["steps"] > 10
-    partitions: tuple[str, ...] = ("mixed",)
+    partitions: tuple[str, ...] = ("mixed",)  # which ones it runs with, see ``PARTITIONS``
     restore: str = "layerwise"
     tp: int = 1
-    chunk: int | None = None
+    chunk: int | None = None  # tokens of a prefill's longest step
     decode_graphs: bool = False
-    codec: str = "none"
-    fault: str = ""
+    codec: str = "none"  # any other is that of a bfloat16 server
+    fault: str = ""  # one of ``tests/engine/faults``, by the file ``in-step``
     recompute_ms: float = 10.0
-    waits: tuple[str, ...] = ()
-    model: str | None = None
+    waits: tuple[str, ...] = ()  # where our code on the scheduler's thread may wait
+    model: str = "llama"
 
 
 def _was_replayed(found: dict[str, Any]) -> bool:
@@ -329,7 +319,7 @@ def check(
         The report of each rank, see ``plugin/hcache_order.py``.
     """
     scenario = SCENARIOS[name]
-    if scenario.model is not None:
+    if scenario.model != "llama":
         model = build_model(scenario.model, folder)
     with Server(checked_server(model, folder, scenario, partition, **chosen)) as server:
         scenario.use(server)

@@ -27,19 +27,12 @@ _MARKS = "__dark__"
 
 
 class Statement(NamedTuple):
-    """A statement that can run.
+    """A statement that can run."""
 
-    Attributes:
-        owner: The function or class that it stands in, dotted; "" for a module's own.
-        text: Its first line.
-        line: Of the file, from 1.
-        compiled: It is part of a Triton kernel: it runs if the interpreter runs the kernel.
-    """
-
-    owner: str
-    text: str
-    line: int
-    compiled: bool
+    owner: str  # the function or class that it stands in, dotted; "" for a module's own
+    text: str  # its first line
+    line: int  # of the file, from 1
+    compiled: bool  # part of a Triton kernel: it runs if the interpreter runs the kernel
 
 
 @dataclass(frozen=True)

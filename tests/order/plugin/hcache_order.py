@@ -23,30 +23,18 @@ LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
 @dataclass
 class Settings:
-    """How a server is checked.
+    """How a server is checked."""
 
-    Attributes:
-        report: File for what was found, without the rank.
-        query: How events answer, see ``Query``.
-        seed: For random answers.
-        early_barrier: SGLang's read barrier is published before each forward pass, as its decode
-            graphs do, and not behind it.
-        newest_first: The page allocator hands out first what was freed last.
-        decode_graphs: Decode steps are replays of recorded graphs.
-        recorded_copies: These have the copies of the product.
-        failing_begins: Every third step of requests cannot begin to be captured.
-        left_out: An edge of the product that is passed over, as ``tests.order.edges`` names it.
-    """
-
-    report: str
-    query: str = "lazy"
-    seed: int = 0
+    report: str  # file for what was found, without the rank
+    query: str = "lazy"  # how events answer, see ``Query``
+    seed: int = 0  # for random answers
+    # SGLang's read barrier is published before each forward pass, as its decode graphs do.
     early_barrier: bool = True
-    newest_first: bool = False
-    decode_graphs: bool = False
-    recorded_copies: bool = True
-    failing_begins: bool = False
-    left_out: str | None = None
+    newest_first: bool = False  # the page allocator hands out first what was freed last
+    decode_graphs: bool = False  # decode steps are replays of recorded graphs
+    recorded_copies: bool = True  # these have the copies of the product
+    failing_begins: bool = False  # every third step of requests cannot begin to be captured
+    left_out: str | None = None  # an edge that is passed over, as ``tests.order.edges`` names it
 
     def environment(self) -> dict[str, str]:
         """For the server's process."""
