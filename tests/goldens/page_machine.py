@@ -112,14 +112,10 @@ def runtime_of(kind: Kind) -> Runtime:
 
 
 class Machine:
-    """One rank: its plan, its namespace, one page.
-
-    Attributes:
-        memory: Host memory, uint8 ``[1, page_bytes]``.
-    """
+    """One rank: its plan, its namespace, and host memory of one page."""
 
     def __init__(self, kind: Kind, rank: int) -> None:
-        self.kind, self.runtime = kind, runtime_of(kind)
+        self.kind, runtime = kind, runtime_of(kind)
         kvcache = device_pool(kind, rank)
         methods = Restore(None, None, Partition(*kind.partition), chunk_tokens=4 * kind.page)
         shard = shard_of_heads(rank, kind.ranks)
@@ -128,22 +124,18 @@ class Machine:
         if kind.pairs:
             ratio = 2 * len(kind.pairs) / sum(kind.partition)
             codec["plugin"] = Krul(KrulOption(ratio=ratio))
-        self.plan: Any
         if kind.partition[1]:
-            self.codec = make_codec(kind.hidden, HIDDEN, kind.dtype)
-            parts = {"layers": (), "hooks": None, "runner": None}
-            own = {"codec": self.codec, "recomputer": None, "exchange": None, **parts}
-            self.plan = PagePlan(kvcache, *how, **own, **codec)
-        else:
-            self.plan = PagePlan(kvcache, *how, **codec)
+            self.codec = codec["codec"] = make_codec(kind.hidden, HIDDEN, kind.dtype)
+            unused = ("recomputer", "exchange", "hooks", "runner")
+            codec |= {"layers": (), **dict.fromkeys(unused)}
+        self.plan: Any = PagePlan(kvcache, *how, **codec)
         self.layout = self.plan.layout
         if kind.pairs:
             self.layout = self.layout.with_pairs(kind.pairs)
         ranks = SimpleNamespace(rank_in_group=rank, world_size=kind.ranks)
         page_plan.attention_ranks = lambda: ranks
-        self.fields = self.plan.fields(self.runtime.runner)
-        self.runtime.page_fields = self.fields
-        self.namespace = self.runtime.page_namespace()
+        self.fields = runtime.page_fields = self.plan.fields(runtime.runner)
+        self.namespace = runtime.page_namespace()
         self.memory = torch.zeros((1, self.layout.page_bytes), dtype=torch.uint8)
         self._fill()
 
@@ -155,20 +147,18 @@ class Machine:
         layout.token_ids(page)[:] = np.arange(self.kind.page) * 7 + 100
         hidden = self.plan.methods.layers("hidden")
         if hidden:
-            rows = (
-                values(3, len(hidden), self.kind.page, HIDDEN).to(self.kind.dtype).view(torch.uint8)
-            )
+            rows = values(3, len(hidden), self.kind.page, HIDDEN).to(self.kind.dtype)
             marks = torch.zeros(rows.shape[:2], dtype=torch.int64)
             segments = torch.tensor([layout.segment_offsets[layer] for layer in hidden])
             slots, table = torch.arange(self.kind.page), torch.zeros(1, dtype=torch.int64)
-            for part, stored in stored_rows(self.codec, rows, marks):
+            for part, stored in stored_rows(self.codec, rows.view(torch.uint8), marks):
                 where = segments[part], self.kind.page, layout.kept
                 save_rows(stored, slots, table, self.memory, *where)
             assert not marks.any()
         if self.plan.kv.layers:
             slots = torch.arange(self.kind.page) + SECOND_PAGE * self.kind.page
-            pages = torch.zeros(1, dtype=torch.int64)
-            fits = self.plan.kv.save(layout, self.memory, pages, slots)
+            first = torch.zeros(1, dtype=torch.int64)
+            fits = self.plan.kv.save(layout, self.memory, first, slots)
             assert fits is None or fits.all()
         layout.seal(page, KEY)
 
@@ -207,11 +197,11 @@ def page_lines(machine: Machine) -> Iterator[str]:
     for layer, stored in enumerate(layout.layers):
         where = layout.segment(layer)
         how = {0: "recompute", 1: "hidden", 2: "K and V"}[len(stored.segments)]
-        with_layers = ", with ".join(map(str, layout.sharing(layer)))
+        together = ", with ".join(map(str, layout.sharing(layer))) or layer
         data = page[where]
         yield (
-            f"  layer {with_layers if len(layout.sharing(layer)) > 1 else layer}: {how}, "
-            f"{stored.codec}, {len(data)} bytes at {where.start}, {digest(data) if data else '-'}"
+            f"  layer {together}: {how}, {stored.codec}, {len(data)} bytes at {where.start}, "
+            f"{digest(data) if data else '-'}"
         )
 
 
@@ -230,9 +220,8 @@ def file_lines(folder: Path) -> Iterator[str]:
     with closing(sqlite3.connect(path)) as index:
         for page, files in index.execute("SELECT page, files FROM pages ORDER BY page"):
             records = [files[start : start + 32] for start in range(0, len(files), 32)]
-            shown = sorted((record[:24] + bytes(8)).hex() for record in records)
             yield f"index {page.hex()}"
-            yield from (f"  {record}" for record in shown)
+            yield from sorted(f"  {(record[:24] + bytes(8)).hex()}" for record in records)
         [(total,)] = index.execute("SELECT value FROM meta WHERE name = 'totals'")
         yield f"index totals {total.hex()}"
 

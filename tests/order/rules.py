@@ -78,11 +78,9 @@ KERNEL_REFERENCES = (
     ),
 )
 
-HOST_MEMORY = (
-    Silence(
-        "Host pools and L3 backends name their device in a variable; it is the host's memory.",
-        ("/mem_cache/pool_host/", "/mem_cache/hicache_storage", "/hcache_backend/store/"),
-    ),
+HOST_MEMORY = Silence(
+    "Host pools and L3 backends name their device in a variable; it is the host's memory.",
+    ("/mem_cache/pool_host/", "/mem_cache/hicache_storage", "/hcache_backend/store/"),
 )
 
 READ_ONCE = Silence(
@@ -104,11 +102,6 @@ def is_kernel_reference(where: Sequence[Frame]) -> bool:
         for silence in KERNEL_REFERENCES
         if "sglang" not in frame.code.co_filename or silence is not KERNEL_REFERENCES[0]
     )
-
-
-def is_host_memory(frame: Frame) -> bool:
-    """Whether a ``device`` that is a variable there means the host."""
-    return any(silence.covers(frame) for silence in HOST_MEMORY)
 
 
 def is_silent(memory: str, how: str, where: Sequence[Frame]) -> bool:

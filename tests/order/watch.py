@@ -285,9 +285,8 @@ def says_cpu() -> bool:
         return False
     key = (frame.f_code, frame.f_lasti)
     if key not in _says_cpu:
-        _says_cpu[key] = _names_cpu(frame) or rules.is_host_memory(
-            Frame(frame.f_code, frame.f_lineno)
-        )
+        where = Frame(frame.f_code, frame.f_lineno)
+        _says_cpu[key] = _names_cpu(frame) or rules.HOST_MEMORY.covers(where)
     return _says_cpu[key]
 
 
