@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hcache_backend.format.page import PageLayout
 from tests.order import watch
 from tests.order.clocks import HOST, Clocks, Query, site
 from tests.order.memory import Finding, Kind, Memory
@@ -53,14 +52,11 @@ class Checker:
         self.clocks.join_all()
         self.memory.watching = True
 
-    def host_reads_pages(self, pages: npt.NDArray[np.int64], layout: PageLayout) -> None:
-        """The host reads physical pages of the arena (through NumPy, which torch does not show)."""
-        self.touch_pages(pages, layout.page_bytes, layout.page_bytes, "read")
-
     def touch_pages(
         self, pages: npt.NDArray[np.int64], page_bytes: int, length: int, how: str
     ) -> None:
-        """The host reads or writes the first ``length`` bytes of pages of the arena."""
+        """The host reads or writes the first ``length`` bytes of physical pages of the arena by
+        NumPy: torch does not show it."""
         for block in self.memory.named("arena"):
             first = pages * page_bytes // block.cell
             cells = (first[:, None] + np.arange(-(-length // block.cell))).ravel()

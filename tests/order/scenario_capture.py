@@ -70,7 +70,8 @@ class Captured:
             self.capture.back_up(np.array(slots), np.array([host_page]))
             event = self.capture.transfers()
         event.synchronize()  # HiCache asks no sooner than its finish event has passed
-        self.checker.host_reads_pages(self.arena.physical(np.array([host_page])), self.layout)
+        physical, size = self.arena.physical(np.array([host_page])), self.layout.page_bytes
+        self.checker.touch_pages(physical, size, size, "read")
 
 
 class EncodingCodec(ExactCodec):

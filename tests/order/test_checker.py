@@ -80,7 +80,7 @@ def selected(*rows: int, into: torch.Tensor | None = None) -> Access:
     return lambda pool: torch.index_select(pool, 0, torch.tensor(rows, device=GPU), out=into)
 
 
-ROWS, PLANE = torch.zeros(8, 16), torch.zeros(4, 6)
+ROWS, TWO_ROWS, PLANE = torch.zeros(8, 16), torch.zeros(2, 16), torch.zeros(4, 6)
 SEGMENTS = torch.zeros(64, 6272 + 64, dtype=torch.uint8)
 """Rows end where a cell ends, beside what stands behind them."""
 
@@ -88,14 +88,22 @@ SEGMENTS = torch.zeros(64, 6272 + 64, dtype=torch.uint8)
 @pytest.mark.parametrize(
     ("memory", "first", "then", "wrong"),
     [
-        (ROWS, filled(0, 1, 2, 3), selected(4, 5), False),
-        (ROWS, filled(0, 1, 2, 3), selected(3, 4), True),
-        (ROWS, filled(0, 1, 2, 3), selected(4, 5, into=torch.zeros(2, 16)), False),
-        (ROWS, filled(0, 1, 2, 3), selected(3, 4, into=torch.zeros(2, 16)), True),
-        (SEGMENTS, encoded, lambda arena: arena[:, 6272:].fill_(2), False),
-        (SEGMENTS, encoded, lambda arena: arena[:, 6271:].fill_(2), True),
-        (PLANE, lambda plane: plane[:, :3].fill_(1), lambda plane: plane[:, 3:].fill_(2), False),
-        (PLANE, lambda plane: plane[:, :3].fill_(1), lambda plane: plane[2, 2].fill_(3), True),
+        pytest.param(*case, id=name)
+        for name, case in {
+            "other rows": (ROWS, filled(0, 1, 2, 3), selected(4, 5), False),
+            "a row": (ROWS, filled(0, 1, 2, 3), selected(3, 4), True),
+            "other rows, out": (ROWS, filled(0, 1, 2, 3), selected(4, 5, into=TWO_ROWS), False),
+            "a row, out": (ROWS, filled(0, 1, 2, 3), selected(3, 4, into=TWO_ROWS), True),
+            "behind segments": (SEGMENTS, encoded, lambda a: a[:, 6272:].fill_(2), False),
+            "a byte of a segment": (SEGMENTS, encoded, lambda a: a[:, 6271:].fill_(2), True),
+            "other columns": (
+                PLANE,
+                lambda p: p[:, :3].fill_(1),
+                lambda p: p[:, 3:].fill_(2),
+                False,
+            ),
+            "a cell": (PLANE, lambda p: p[:, :3].fill_(1), lambda p: p[2, 2].fill_(3), True),
+        }.items()
     ],
 )
 def test_bytes_of_one_storage_are_told_apart(
