@@ -1,4 +1,4 @@
-"""Decode graphs and breakable prefill graphs: the hooks record, and a replay captures its rows."""
+"""Breakable graphs: hooks record, and a replay captures its rows. tests/gpu: whole graphs."""
 
 import random
 from types import SimpleNamespace
@@ -29,31 +29,25 @@ class Attention(nn.Module):
 
 
 class Model:
-    """Layers under the product's hooks, and graphs of them as SGLang records them.
+    """Layers under the product's hooks, and breakable graphs of them as SGLang records them: a part
+    per layer. Between two parts the engine attends, and Python runs."""
 
-    A full graph is a whole forward pass. A breakable one is a part per layer; between two parts the
-    engine attends, and Python runs.
-    """
-
-    def __init__(self, engine: Engine, *, breakable: bool) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.layers = [Attention() for _ in range(LAYERS)]
         self.hooks = HiddenCapture([(layer, [layer.projection]) for layer in self.layers])
         self.hooks.staging = engine.staging
-        self._engine, self._breakable = engine, breakable
         self._graphs: dict[int, tuple[torch.Tensor, list[Any]]] = {}
-        self.attended = 0
 
     def record(self, size: int) -> None:
         """Record the graphs of ``size`` tokens; ``init_cuda_graphs`` warms up first."""
         static = torch.zeros((LAYERS, size, WIDTH), device=CUDA, dtype=DTYPE)
         self._run(static, range(LAYERS))
         torch.cuda.synchronize()
-        parts = [[n] for n in range(LAYERS)] if self._breakable else [list(range(LAYERS))]
         graphs = []
-        for part in parts:
+        for layer in range(LAYERS):
             graphs.append(torch.cuda.CUDAGraph())
             with torch.cuda.graph(graphs[-1]):
-                self._run(static, part)
+                self._run(static, [layer])
         self._graphs[size] = static, graphs
 
     def _run(self, hidden: torch.Tensor, layers: Any) -> None:
@@ -69,7 +63,6 @@ class Model:
         def run() -> Any:
             for graph in graphs:
                 graph.replay()
-                self.attended += 1
             return SimpleNamespace(can_run_graph=True)
 
         batch = SimpleNamespace(out_cache_loc=slots, input_ids=slots, positions=slots + 7)
@@ -77,10 +70,9 @@ class Model:
         static.fill_(float("nan"))  # the next batch comes at once
 
 
-@pytest.mark.parametrize("breakable", [False, True], ids=["decode", "breakable prefill"])
-def test_replays_capture_what_projections_are_given(breakable: bool) -> None:
+def test_replays_capture_what_projections_are_given() -> None:
     engine, rng = Engine("cuda"), random.Random(4)
-    model = Model(engine, breakable=breakable)
+    model = Model(engine)
     for size in (4, 16):
         model.record(size)
     model.hooks.use(engine.capture, tokens_only=False)
@@ -96,7 +88,6 @@ def test_replays_capture_what_projections_are_given(breakable: bool) -> None:
     want = torch.stack([expected[slot] for slot in every.tolist()], 1)
     assert torch.equal(engine.stored(every).view(torch.int16), want.view(torch.int16))
     assert engine.capture.ledger.tokens_missing == 0
-    assert model.attended == 5 * (LAYERS if breakable else 1)
 
 
 def test_rows_behind_those_of_a_step_are_left_out() -> None:
@@ -152,7 +143,7 @@ def test_a_decode_step_is_three_launches_and_makes_nothing_that_it_could_use_aga
     door = Pinned()
     with streams.through(door):
         engine = Engine("cuda")
-        model = Model(engine, breakable=False)
+        model = Model(engine)
         model.hooks.use(engine.capture, tokens_only=False)
         layers = () if replayed else model.layers
         hidden = torch.zeros((2, WIDTH), device=CUDA, dtype=DTYPE)

@@ -87,9 +87,7 @@ def test_a_graph_is_told_while_it_is_recorded() -> None:
     assert doubled.tolist() == [6, 6]
 
 
-def test_a_transfer_that_nobody_waits_for_gives_other_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_transfer_that_nobody_waits_for_gives_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     def captured() -> bool:
         engine = rounds.Engine("cuda")
         slots = rounds.slots_of([3, 1, 2]).to(CUDA)
