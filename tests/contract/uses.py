@@ -74,11 +74,8 @@ class Uses:
         return {name for name in names if not name.endswith(".")}  # without what others begin with
 
     def calls(self, ours: Mapping[str, Subclass]) -> Iterator[Call]:
-        """Calls of imported names, of their members, of our subclasses, and of ``super()``.
-
-        Args:
-            ours: Our subclasses by name, those that are constructed as their base.
-        """
+        """Calls of imported names, of their members, of ``super()``, and of subclasses of ``ours``,
+        by name, which are constructed as their base."""
         names = self._names | {name: subclass.base for name, subclass in ours.items()}
         for node in self._nodes(ast.Call):
             first, _, rest = ast.unparse(node.func).partition(".")

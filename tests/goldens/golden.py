@@ -11,11 +11,7 @@ RECORD = "HCACHE_RECORD_GOLDENS"
 
 
 def compare(name: str, lines: Iterable[str]) -> None:
-    """Compare ``lines`` with the file ``name``.
-
-    Raises:
-        AssertionError: They differ: the message says how.
-    """
+    """Fail if ``lines`` are not those of the file ``name``, and say how they differ."""
     path, found = RECORDED / name, [*lines]
     if os.environ.get(RECORD):
         path.write_text("".join(f"{line}\n" for line in found))

@@ -44,12 +44,7 @@ def our_traced_server(
 
 
 class Script:
-    """What users do to a server, one step after the other, and the trace of it.
-
-    Args:
-        server: It runs.
-        ranks: Processes that write traces.
-    """
+    """What users do to a server, one step after the other, and the trace of it by its ``ranks``."""
 
     def __init__(self, server: Server, ranks: int = 1) -> None:
         self.server = server

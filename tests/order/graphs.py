@@ -23,10 +23,7 @@ class DecodeGraphs:
     """In the place of SGLang's runner of decode graphs.
 
     A CPU cannot record kernels, so the model runs again in a replay, without the product's hooks;
-    the copies to staging that were recorded run where they stood, for all rows of the graph.
-
-    Args:
-        copies: Whether what the product launches is recorded.
+    the copies to staging that were recorded (with ``copies``) run where they stood, for all rows.
     """
 
     def __init__(self, new_event: Callable[[], Any], *, copies: bool) -> None:
@@ -41,11 +38,7 @@ class DecodeGraphs:
 
     def install(self, around: Callable[[Any, str, Callable[..., Any]], None]) -> None:
         """Decode steps of SGLang and of the product are graphs from here on; before SGLang would
-        record any.
-
-        Args:
-            around: Replaces a method by ``wrap(original, self, ...)``.
-        """
+        record any. ``around``: as in ``tests/kit``."""
         from sglang.srt.managers.cache_controller import LayerDoneCounter
         from sglang.srt.model_executor.model_runner import ModelRunner
 

@@ -122,12 +122,8 @@ class Memory:
     def access(
         self, block: Block, region: Region, actor: int, step: int, how: str, *, held: bool = False
     ) -> None:
-        """``actor`` reads or writes cells in its ``step``; wrong orders become findings.
-
-        Args:
-            how: ``read`` or ``write``.
-            held: Torch itself keeps the memory for this access: copies to and from pinned memory.
-        """
+        """``actor`` reads or writes cells in its ``step``; wrong orders become findings. ``held``:
+        torch keeps the memory for this access, as in copies to and from pinned memory."""
         clocks = self.clocks
         if rules.is_silent(block.name, how, clocks.site_of(actor, step)):
             return

@@ -45,11 +45,7 @@ class FreePages:
 
 
 class Loading:
-    """Loads and eager restores of one sequence, whose host page ``i`` is its page ``i``.
-
-    Attributes:
-        before_prefetch: Slots of the tokens before a prefetch; None: they are not on the device.
-    """
+    """Loads and eager restores of one sequence, whose host page ``i`` is its page ``i``."""
 
     def __init__(
         self, checker: Checker, partition: Partition = _SOME_OF_EACH, codec: str = "none"
@@ -64,6 +60,7 @@ class Loading:
         self.queue = LoadQueue(self.arena, self.pipeline, methods, self.pool, GPU)  # type: ignore[arg-type]
         self.free = FreePages()
         self.eager = EagerRestores(SIZE, self.free, self._launch, limit=PAGES)
+        # Slots of the tokens before a prefetch; None: they are not on the device.
         self.before_prefetch: torch.Tensor | None = torch.empty(0, dtype=torch.int64, device=GPU)
         self.saving = streams.new_stream(GPU, "saves")
         hidden, offsets = methods.layers("hidden"), self.pool.layout.segment_offsets

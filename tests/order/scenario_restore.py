@@ -31,20 +31,12 @@ class Pool:
     """K and V of a few layers on the modelled device, and pages in pinned memory.
 
     Besides memory, the links to other ranks, which one kernel at a time may use, stand as memory
-    that all of them write.
-
-    Args:
-        methods: How each layer is restored. With ``latent`` all have latents, which K stands for.
-        shards: As many ranks have a shard of every page.
-        codec: Encodes K and V in pages.
-
-    Attributes:
-        stream: That of the forward passes; the :class:`Engine` sets it.
-        fails: Whether a recomputation ends with an error when it has written everything.
+    that all of them write. ``methods``: how each layer is restored; with ``latent`` all have
+    latents, which K stands for. ``shards``: as many ranks have a shard of every page.
     """
 
-    stream: Callable[[], streams.Stream]
-    fails = False
+    stream: Callable[[], streams.Stream]  # of the forward passes; the :class:`Engine` sets it
+    fails = False  # a recomputation ends with an error when it has written everything
     _take: Callable[[int, torch.Tensor], None] | None = None
 
     def __init__(

@@ -17,15 +17,11 @@ from tests.order.memory import Memory
 
 
 class CheckedEvent(streams.Event):
-    """A point of a stream, once it is recorded.
-
-    Attributes:
-        error: What stopped the stream before it.
-    """
+    """A point of a stream, once it is recorded."""
 
     def __init__(self, clocks: Clocks) -> None:
         self.point: Point | None = None
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # that stopped the stream before it
         self._clocks, self._time = clocks, 0.0
 
     def record(self, stream: CheckedStream | None = None) -> None:
@@ -52,14 +48,8 @@ class CheckedEvent(streams.Event):
 
 
 class CheckedStream(streams.Stream):
-    """Runs work at once, on the clock of its actor.
-
-    Args:
-        ours: A stream of the backend's own: what raises there stops the stream, not the caller.
-
-    Attributes:
-        error: What stopped it.
-    """
+    """Runs work at once, on the clock of its actor. What raises on a stream of ``ours`` stops it,
+    and not the caller."""
 
     def __init__(self, memory: Memory, actor: int, *, ours: bool = False) -> None:
         self.actor, self.clocks = actor, memory.clocks

@@ -313,11 +313,7 @@ def checked_server(
 def check(
     model: Path, folder: Path, name: str, partition: str, **chosen: Any
 ) -> list[dict[str, Any]]:
-    """Serve a scenario under the checker.
-
-    Returns:
-        The report of each rank, see ``plugin/hcache_order.py``.
-    """
+    """Serve a scenario under the checker; the report of each rank."""
     scenario = SCENARIOS[name]
     if scenario.model != "llama":
         model = build_model(scenario.model, folder)

@@ -9,7 +9,6 @@ AROUND = tuple(
 )
 """They stand around functions of SGLang; what these wait for is theirs."""
 
-
 NOTHING_RUNS = {
     f"{OURS}host/node_backups.py:settle_when_idle": (
         "no forward pass was launched since the last turn"
@@ -20,14 +19,8 @@ NOTHING_RUNS = {
 
 
 def in_service(found: dict[str, Any]) -> list[list[str]]:
-    """Waits of ours on the scheduler's thread that hold something up.
-
-    Args:
-        found: A report of ``plugin/hcache_order.py``.
-
-    Returns:
-        For each the functions of ours that it is in, the innermost first, as ``file:function``.
-    """
+    """Waits of ours that hold up the scheduler's thread, in a report of ``plugin/hcache_order.py``:
+    for each the functions of ours that it is in, the innermost first, as ``file:function``."""
     waits = []
     for wait in found["host_waits"]:
         frames = wait["where"].split(" < ")
