@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import resolve_name
 from pathlib import Path
 
 
@@ -55,11 +56,8 @@ class Source:
 
     def method(self, cls: Definition, name: str) -> ast.FunctionDef | None:
         """The method that instances of a class have, inherited ones included."""
-        for definition in self.classes(cls):
-            for node in _members(definition):
-                if isinstance(node, ast.FunctionDef) and node.name == name:
-                    return node
-        return None
+        named = (node for _, node in self._members_of(cls) if getattr(node, "name", "") == name)
+        return next((node for node in named if isinstance(node, ast.FunctionDef)), None)
 
     def attributes(self, cls: Definition) -> set[str]:
         """Methods, fields, and what any method assigns to its first parameter."""
@@ -75,12 +73,8 @@ class Source:
 
     def attributes_in(self, package: Definition) -> set[str]:
         """Attributes of every class in a module, or in the modules of a package."""
-        folder = self._root.joinpath(*package.module.split("."))
-        modules = (
-            [package.module]
-            if not folder.is_dir()
-            else [f"{package.module}.{path.stem}" for path in folder.glob("*.py")]
-        )
+        files = self._root.joinpath(*package.module.split(".")).glob("*.py")
+        modules = [f"{package.module}.{path.stem}" for path in files] or [package.module]
         return {
             name
             for module in modules
@@ -107,13 +101,9 @@ class Source:
 
     def abstract(self, cls: Definition) -> set[str]:
         names = {
-            node.name
-            for definition in self.classes(cls)
-            for node in _members(definition)
-            if isinstance(node, ast.FunctionDef) and _is(node, "abstractmethod")
+            node.name for _, node in self._members_of(cls) if isinstance(node, ast.FunctionDef)
         }
-        methods = ((name, self.method(cls, name)) for name in names)
-        return {name for name, method in methods if method and _is(method, "abstractmethod")}
+        return {name for name in names if _is(self.method(cls, name), "abstractmethod")}
 
     def text(self, path: str) -> str:
         return (self._root / path).read_text()
@@ -124,6 +114,12 @@ class Source:
         return any(f".{method}(" in file.read_text() for file in files)
 
     # ---- internals ----
+
+    def _members_of(self, cls: Definition) -> Iterator[tuple[Definition, ast.stmt]]:
+        """Statements of a class and of those it inherits from, with the class of each."""
+        for definition in self.classes(cls):
+            for node in _members(definition):
+                yield definition, node
 
     def _module(self, dotted: str) -> ast.Module | None:
         if dotted not in self._modules:
@@ -138,10 +134,9 @@ class Source:
         if isinstance(owner.node, ast.Module):
             return self._lookup(owner.module, name)
         if isinstance(owner.node, ast.ClassDef):
-            for definition in self.classes(owner):
-                for node in _members(definition):
-                    if name in _assigned(node):
-                        return Definition(definition.module, node)
+            for definition, node in self._members_of(owner):
+                if name in _assigned(node):
+                    return Definition(definition.module, node)
             return None
         return owner  # a variable: whatever it holds is not looked at
 
@@ -173,13 +168,9 @@ class Source:
         return None
 
     def _absolute(self, module: str, statement: ast.ImportFrom) -> str:
-        if not statement.level:
-            return statement.module or ""
-        package = module.split(".")
-        if not self._root.joinpath(*package).is_dir():
-            package = package[:-1]
-        package = package[: len(package) - statement.level + 1]
-        return ".".join([*package, statement.module] if statement.module else package)
+        is_package = self._root.joinpath(*module.split(".")).is_dir()
+        package = module if is_package else module.rpartition(".")[0]
+        return resolve_name("." * statement.level + (statement.module or ""), package)
 
     def _names_of(self, module: str) -> dict[str, ast.stmt]:
         if module not in self._names:

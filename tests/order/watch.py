@@ -65,26 +65,11 @@ def streams_are_kept(memory: Memory) -> Iterator[None]:
 
 
 FACTORIES = {
-    torch.empty,
-    torch.empty_strided,
-    torch.zeros,
-    torch.ones,
-    torch.full,
-    torch.arange,
-    torch.tensor,
-    torch.as_tensor,
-    torch.rand,
-    torch.randn,
-    torch.randint,
-    torch.randperm,
-    torch.zeros_like,
-    torch.empty_like,
-    torch.ones_like,
-    torch.full_like,
-    torch.Tensor.new_empty,
-    torch.Tensor.new_zeros,
-    torch.Tensor.new_tensor,
-}
+    torch.empty, torch.empty_strided, torch.zeros, torch.ones, torch.full, torch.arange,
+    torch.tensor, torch.as_tensor, torch.rand, torch.randn, torch.randint, torch.randperm,
+    torch.zeros_like, torch.empty_like, torch.ones_like, torch.full_like,
+    torch.Tensor.new_empty, torch.Tensor.new_zeros, torch.Tensor.new_tensor,
+}  # fmt: skip
 FROM_HOST_VALUES = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
 NOT_WRITTEN = {torch.empty, torch.empty_strided, torch.empty_like, torch.Tensor.new_empty}
 

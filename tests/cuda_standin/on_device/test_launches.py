@@ -109,8 +109,7 @@ def eager_hit(server: Server, unread: int = 0) -> tuple[torch.Tensor, EagerResto
     return taken, eager, launched
 
 
-@pytest.mark.parametrize("codec", ["none", "exp4"])
-@pytest.mark.parametrize("from_back", [False, True])
+@pytest.mark.parametrize(("codec", "from_back"), [("none", False), ("none", True), ("exp4", False)])
 def test_an_eager_hit_launches_eight_times_at_most(codec: str, from_back: bool) -> None:
     """Sixteen reports of one page each; a quarter of the hit is launched at a time."""
     server = Server(codec)
