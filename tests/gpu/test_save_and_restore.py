@@ -137,7 +137,7 @@ def test_replays_capture_the_right_rows_for_changing_batch_sizes_and_padding() -
     engine, rng = Engine("cuda"), random.Random(0)
     graphs = {size: engine.record(size) for size in (1, 2, 4, 8, 16, 32)}
     expected: dict[int, torch.Tensor] = {}
-    for _ in range(30 if STANDS_IN else 300):
+    for _ in range(10 if STANDS_IN else 300):
         n = rng.choice([1, 1, 2, 3, 5, 8, 9, 16, 20, 32])
         graph, static = graphs[next(size for size in graphs if size >= n)]
         slots = random_slots(rng, n)
@@ -183,7 +183,7 @@ def test_a_graph_that_was_recorded_without_copies_proves_nothing() -> None:
     ("device", "rounds"),
     [
         ("cpu", 100),
-        pytest.param("cuda", 5 if STANDS_IN else 1000, marks=[pytest.mark.gpu, needs_gpu]),
+        pytest.param("cuda", 3 if STANDS_IN else 1000, marks=[pytest.mark.gpu, needs_gpu]),
     ],
 )
 def test_rounds_with_poisoned_buffers_and_late_streams(device: str, rounds: int) -> None:

@@ -77,7 +77,7 @@ def test_replays_capture_what_projections_are_given() -> None:
         model.record(size)
     model.hooks.use(engine.capture, tokens_only=False)
     expected: dict[int, torch.Tensor] = {}
-    for count in (3, 16, 1, 9, 4):
+    for count in (3, 16, 9):
         slots = random_slots(rng, count)
         rows = torch.randn((LAYERS, count, WIDTH), device=CUDA).to(DTYPE)
         model.forward(rows, slots)
@@ -131,7 +131,7 @@ def test_a_decode_step_is_three_launches_and_makes_nothing_that_it_could_use_aga
     replayed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And one for each layer without a graph; the allocation is where slots, positions and token
-    ids go. It is the same after 30 steps as after 10."""
+    ids go. It is the same after 12 steps as after four."""
     events: list[device.Event] = []
 
     def event(**given: Any) -> device.Event:
@@ -166,7 +166,7 @@ def test_a_decode_step_is_three_launches_and_makes_nothing_that_it_could_use_aga
             kernels = tuple(launch.kernel.__name__ for launch in device.launches)
             return kernels, len(seen), len(events) - made[0], door.made - made[1]
 
-        costs = [decode(number) for number in range(30)][10:]
+        costs = [decode(number) for number in range(12)][4:]
     stages = ("stage_kernel",) * len(layers)
     kernels = ("begin_kernel", *stages, "save_kernel", "judge_kernel")
     # A layer of the model launches its product.

@@ -17,7 +17,7 @@ from hcache_backend.streams import host_tensor
 from tests.cuda_standin import device
 from tests.cuda_standin.device import CUDA
 
-LAYERS, HEADS, DIM, PAGE = 8, 2, 8, 16
+LAYERS, HEADS, DIM, PAGE = 5, 2, 8, 16  # layers: more than a load may launch, and few to interpret
 PAGES, HIT = 24, 16
 COPIES = ("_copied", "_to_device", "_moved")
 """Of the stand-in: they put copies of memory into a stream, which no kernel makes."""
@@ -71,8 +71,8 @@ def launches() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("codec", ["none", "exp4", "int8"])
 def test_a_backup_and_a_load_launch_four_times_at_most(codec: str) -> None:
-    server, pages = Server(codec), np.arange(3)
-    slots, others = server.slots(2, 3), server.slots(PAGES + 5, 3)
+    server, pages = Server(codec), np.arange(2)
+    slots, others = server.slots(2, 2), server.slots(PAGES + 5, 2)
     host_pages = torch.from_numpy(pages).to(CUDA)
     for _ in range(2):  # the first time a table is made
         with launches() as saving:
@@ -134,13 +134,13 @@ def test_a_restore_without_memory_for_encoded_pages_raises_and_the_next_one_is_r
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The scheduler goes on with a failed one, which ends behind what was launched."""
-    server, host_pages, empty = Server("exp4"), np.arange(4), torch.empty
-    slots, taken = server.slots(1, 4), server.slots(PAGES, 4)
-    fits = server.kv.save(server.layout, server.memory, torch.arange(4).to(CUDA), slots)
+    server, host_pages, empty = Server("exp4"), np.arange(2), torch.empty
+    slots, taken = server.slots(1, 2), server.slots(PAGES, 2)
+    fits = server.kv.save(server.layout, server.memory, torch.arange(2).to(CUDA), slots)
     assert fits is not None and fits.all().item()
 
     def full(*shape: Any, **how: Any) -> torch.Tensor:
-        if shape[0] == (LAYERS, 4, server.layout.segment_bytes[0]):
+        if shape[0] == (LAYERS, 2, server.layout.segment_bytes[0]):
             raise torch.OutOfMemoryError("no memory")
         return empty(*shape, **how)
 

@@ -46,6 +46,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr(Launch, "run", launch)
     monkeypatch.setattr(device, "clock", lambda: now[0])
     monkeypatch.setattr(contention, "_COLD_BYTES", 1 << 16)
+    monkeypatch.setattr(contention, "_LEAST", 1)
     return now
 
 
@@ -55,7 +56,7 @@ def goes_on(now: list[float], seconds: float) -> None:
 
 def small(now: list[float]) -> Contention:
     """Copies with work for 32 programs."""
-    return Contention(CUDA, ROW, lambda: goes_on(now, PRODUCT), 0.1, TOKENS)
+    return Contention(CUDA, ROW, lambda: goes_on(now, PRODUCT), 0.01, TOKENS)
 
 
 def test_each_way_has_the_speed_of_the_clock(clock: list[float]) -> None:
