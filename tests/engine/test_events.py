@@ -1,9 +1,6 @@
 """SGLang's publisher of KV events says what L3 stores and evicts."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +19,25 @@ PAGE, TOKENS, ROOM = 16, 320, 45
 FILE_BYTES = 139264
 
 
-@contextmanager
-def subscribed(port: int) -> Iterator[list[dict[str, Any]]]:
-    """Events of L3 that have come, once :func:`heard` was called."""
-    context = zmq.Context()
-    socket = context.socket(zmq.SUB)
-    socket.setsockopt(zmq.SUBSCRIBE, b"")
-    socket.connect(f"tcp://127.0.0.1:{port}")
-    events: list[dict[str, Any]] = []
-    events_of[port] = socket, events
-    try:
-        yield events
-    finally:
-        socket.close()
-        context.term()
+class Subscriber:
+    """Hears SGLang's publisher at a port."""
 
+    def __init__(self, port: int) -> None:
+        self._events: list[dict[str, Any]] = []
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.connect(f"tcp://127.0.0.1:{port}")
 
-events_of: dict[int, tuple[Any, list[dict[str, Any]]]] = {}
+    def heard(self, kind: str) -> list[dict[str, Any]]:
+        """Events of that kind about L3 that have come so far."""
+        while self._socket.poll(50):
+            _, _, payload = self._socket.recv_multipart()
+            _, batch, *_ = msgspec.msgpack.decode(payload)
+            self._events += [event for event in batch if event.get("medium") == "DISK"]
+        return [event for event in self._events if event["type"] == kind]
 
-
-def heard(port: int) -> list[dict[str, Any]]:
-    socket, events = events_of[port]
-    while socket.poll(50):
-        _, _, payload = socket.recv_multipart()
-        _, batch, *_ = msgspec.msgpack.decode(payload)
-        events += [event for event in batch if event.get("medium") == "DISK"]
-    return events
-
-
-def is_told(pages: Callable[[], list[int]], wanted: int) -> bool:
-    return len(pages()) >= wanted
+    def pages(self, kind: str) -> list[int]:
+        return [name for event in self.heard(kind) for name in event["block_hashes"]]
 
 
 @pytest.mark.parametrize("mode", ["kv", pytest.param("plain", marks=pytest.mark.long)])
@@ -67,25 +53,24 @@ def test_a_subscriber_hears_what_l3_stores_and_evicts(
         page_size=PAGE,
         extra_args=("--kv-events-config", json.dumps(told)),
     )
-    with subscribed(port), Server(options) as server:
+    subscriber = Subscriber(port)
+    with Server(options) as server:
         prompts = [random_tokens(TOKENS, 40 + number) for number in range(3)]
-
-        def pages_of(kind: str) -> list[int]:
-            return [h for e in heard(port) if e["type"] == kind for h in e["block_hashes"]]
-
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate(prompts, 1):
             server.generate(prompt, 1)
             server.wait_backed_up()
-            told_of = partial(pages_of, "BlockStored")
-            wanted = (number + 1) * TOKENS // PAGE
-            server.until(partial(is_told, told_of, wanted), "events of stored pages")
-        stored = [e for e in heard(port) if e["type"] == "BlockStored"]
+            wanted = number * TOKENS // PAGE
+            server.until(
+                lambda wanted=wanted: len(subscriber.pages("BlockStored")) >= wanted,
+                "events of stored pages",
+            )
+        stored = subscriber.heard("BlockStored")
         assert {e["block_size"] for e in stored} == {PAGE}
         tokens = {tuple(e["token_ids"]) for e in stored if e["parent_block_hash"] is None}
         assert {tuple(prompt[:PAGE]) for prompt in prompts} == {t[:PAGE] for t in tokens}
         assert all(len(e["token_ids"]) == PAGE * len(e["block_hashes"]) for e in stored)
-        server.until(lambda: bool(pages_of("BlockRemoved")), "events of evicted pages")
-        there = set(pages_of("BlockStored")) - set(pages_of("BlockRemoved"))
+        server.until(lambda: bool(subscriber.pages("BlockRemoved")), "events of evicted pages")
+        there = set(subscriber.pages("BlockStored")) - set(subscriber.pages("BlockRemoved"))
         assert len(there) == len(ours.stored_pages(tmp_path)) <= ROOM
         ours.assert_nothing_went_wrong(server)
         if mode == "kv":

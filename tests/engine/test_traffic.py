@@ -69,17 +69,17 @@ def test_conversations_that_part_in_the_middle_of_what_was_stored(
 
 
 def test_generated_pages_are_restored_as_prompted_ones_are(server: Server, model: Path) -> None:
-    (conversation,) = make_conversations(1, turns=3, tokens=40, seed=3)
+    (conversation,) = make_conversations(1, turns=2, tokens=40, seed=3)
     converse(server, [conversation], reply_tokens=200)
     ours.assert_restored_from_l3([conversation], PAGE)
-    assert conversation.turns[2].cached.storage > 2 * 200
+    assert conversation.turns[1].cached.storage > 200
     ours.assert_no_cache_output(model, [conversation])
 
 
-def test_twenty_flushes(server: Server, model: Path) -> None:
+def test_ten_flushes(server: Server, model: Path) -> None:
     prompt = random_tokens(100, seed=70)
     (conversation,) = ask(server, [prompt])
-    for _ in range(20):
+    for _ in range(10):
         (again,) = ask(server, [prompt])
         assert again.turns[0].cached.storage == (len(prompt) - 1) // PAGE * PAGE
         assert again.outputs == conversation.outputs

@@ -5,7 +5,8 @@ them once, then reads orders from the Unix socket FD (`bench/harness/processes.p
 other end). What makes a forked server the same as a fresh one:
 
 - The nursery has one thread and no ports, and has neither loaded SGLang's plugins nor read server
-  arguments nor imported `hcache_backend`: all of that happens in the forked server.
+  arguments: that happens in the forked server. It has imported the package, which does nothing
+  until its plugin is loaded, and lives no longer than the process that starts servers.
 - A server gets exactly the environment of its order. Which variables the imports read is recorded
   (`EnvironmentReads`); an order that differs in one of them is executed as a fresh interpreter
   instead, as is one that asks for it. PYTHONPATH alone may differ: a fork's `sys.path` is rebuilt.
@@ -39,8 +40,11 @@ from typing import Any
 
 import setproctitle
 
-PRELOAD = ("sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler")
-NEVER_PRELOADED = ("hcache_backend", "hcache_kernels")
+PRELOAD = (
+    *("sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler"),
+    *("hcache_backend.start.attach", "hcache_backend.start.build"),
+    *("hcache_backend.tiers.storage", "hcache_backend.sglang.hint_route"),
+)
 READ_UNSEEN = frozenset(
     (
         "OMP_NUM_THREADS",
@@ -124,11 +128,6 @@ def preload() -> EnvironmentReads:
         from sglang.srt.models.registry import ModelRegistry
 
         ModelRegistry.get_supported_archs()
-    stale = [name for name in sys.modules if name.split(".")[0] in NEVER_PRELOADED]
-    if stale:
-        raise RuntimeError(
-            f"the nursery must not import {stale}: a server would get an old version"
-        )
     setproctitle.setproctitle("hcache: nursery of CPU servers")
     gc.collect()
     gc.freeze()

@@ -21,7 +21,7 @@ def activate() -> None:
     _unpin_host_pools()
     _ignore_pin_memory()
     _ignore_waits_for_cuda()
-    _hook_methods_without_a_search()
+    _hook_without_a_search_of_all_modules()
     if os.environ.get("HCACHE_CPU_ENGINE_FORK") == "1":
         _fork_instead_of_spawn()
         if "--enable-metrics" in sys.argv:
@@ -191,17 +191,26 @@ def _share_metrics_between_processes() -> None:
     values.ValueClass = values.MultiProcessValue()
 
 
-def _hook_methods_without_a_search() -> None:
-    """Apply hooks on methods without a look at every name of every module, 0.1 s per hook.
+def _hook_without_a_search_of_all_modules() -> None:
+    """Apply hooks without a look at every name of every module, 0.1 s per hook.
 
-    SGLang looks for what modules have imported by name. Nobody imports a method so, and half of a
-    small server's start-up would be this search.
+    SGLang looks for what modules have imported by name. Nobody imports a method so, and nobody but
+    SGLang its functions. Half of a small server's start-up would be this search.
     """
     from sglang.srt.plugins import hook_registry
 
-    propagate = hook_registry._propagate_patch
+    def propagate(original: object, wrapped: object, owner: object) -> int:
+        if isinstance(owner, type):
+            return 0
+        found = [
+            (module, name)
+            for module_name, module in list(sys.modules.items())
+            if module_name.startswith("sglang.") and module is not owner
+            for name, value in vars(module).items()
+            if value is original
+        ]
+        for module, name in found:
+            setattr(module, name, wrapped)
+        return len(found)
 
-    def propagate_functions(original: object, wrapped: object, owner: object) -> int:
-        return 0 if isinstance(owner, type) else propagate(original, wrapped, owner)
-
-    hook_registry._propagate_patch = propagate_functions
+    hook_registry._propagate_patch = propagate

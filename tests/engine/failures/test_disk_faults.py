@@ -30,10 +30,10 @@ PAGE_FILE_BYTES = {"hidden": 266_240, "kv": 528_384}
 LONG = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["hidden", "kv"])
 def mode(request: pytest.FixtureRequest) -> str:
     """What the host pool and the store hold."""
-    chosen: str = getattr(request, "param", "hidden")
+    chosen: str = request.param
     return chosen
 
 
@@ -152,21 +152,8 @@ slow_reads, failing_writes, held_reads = map(
 FAULTS: list[Fault] = [slow_reads, failing_writes, read_only, full, index_deleted, removed]
 
 
-@pytest.mark.parametrize(
-    ("mode", "fault"),
-    [
-        *(pytest.param("hidden", fault, id=fault.__name__) for fault in FAULTS),
-        *(
-            pytest.param(
-                *("kv", fault),
-                id=f"kv-{fault.__name__}",
-                marks=() if fault in (index_deleted, removed) else LONG,
-            )
-            for fault in FAULTS
-        ),
-    ],
-    indirect=["mode"],
-)
+@pytest.mark.parametrize("mode", ["hidden", pytest.param("kv", marks=LONG)], indirect=True)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_requests_go_on_without_notice_and_l3_is_back_when_the_fault_is_over(
     fault: Fault, mode: str, server: Server, model: Path, disk: Path, trigger: Path
 ) -> None:

@@ -13,6 +13,7 @@ from hcache_backend.sglang.compat import is_first
 from tests.engine.harness import ours
 from tests.engine.harness.conversations import (
     Conversation,
+    ask,
     converse,
     make_conversations,
     random_tokens,
@@ -41,10 +42,14 @@ def ask_to_end(server: Server) -> None:
     psutil.Process(server.process.pid).terminate()
 
 
-def found(server: Server, conversations: Sequence[Conversation]) -> list[int]:
-    """Tokens of each conversation's history that a new server has from L3."""
+def asked_again(server: Server, conversations: Sequence[Conversation]) -> Sequence[Conversation]:
+    return ask(server, [[*c.history, 1] for c in conversations])
+
+
+def found(asked: Sequence[Conversation]) -> list[int]:
+    """Tokens of each history that a new server has from L3."""
     # What one has brought to host memory another one has from there.
-    return [server.generate([*c.history, 1], 1).cached.total for c in conversations]
+    return [c.turns[0].cached.total for c in asked]
 
 
 def whole_pages(conversations: Sequence[Conversation]) -> list[int]:
@@ -66,7 +71,7 @@ def test_what_is_queued_for_l3_is_written_when_a_server_is_asked_to_end(
         assert server.wait_exit() == 0
         ours.assert_nothing_went_wrong(server)
     with Server(options) as server:
-        assert found(server, conversations) == whole_pages(conversations)
+        assert found(asked_again(server, conversations)) == whole_pages(conversations)
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -91,14 +96,13 @@ def test_write_back_stores_beginnings_that_the_device_keeps(
             server.signal(signal.SIGKILL)
         ours.assert_nothing_went_wrong(server)
     with Server(options) as server:
-        after = found(server, conversations)
-        more = converse(server, make_conversations(5, turns=3, tokens=150, prefix=prefix))
-    whole = whole_pages(conversations)
+        again = asked_again(server, conversations)
+    after, whole = found(again), whole_pages(conversations)
     if end == "SIGTERM":
         assert after == whole
     else:  # the ends of those that were used last were on the device only
         assert after[0] == whole[0] and min(after) > 8 * PAGE
-    ours.assert_no_cache_output(model, [*conversations, *more])
+    ours.assert_no_cache_output(model, [*conversations, *again])
 
 
 def test_priorities_that_would_lose_requests(model: Path, tmp_path: Path) -> None:

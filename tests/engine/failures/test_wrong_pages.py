@@ -14,13 +14,15 @@ from tests.engine.harness.conversations import Conversation, ask, converse, make
 
 pytestmark = pytest.mark.engine
 
+LONG = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("l3")
 
 
-@pytest.fixture(scope="module", params=["hidden", "kv", "latents"])
+@pytest.fixture(scope="module", params=["hidden", "kv", pytest.param("latents", marks=LONG)])
 def server(model_cache: Path, folder: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
     log, latents = folder / f"{request.param}.log", request.param == "latents"
     model = build_model("deepseek" if latents else "llama", model_cache)
@@ -50,36 +52,23 @@ def truncate(pages: list[Path], rng: random.Random) -> None:
             file.truncate(rng.randrange(page.stat().st_size))
 
 
-def empty(pages: list[Path], rng: random.Random) -> None:
-    for page in pages:
-        page.write_bytes(b"")
-
-
 def swap(pages: list[Path], rng: random.Random) -> None:
     contents = [page.read_bytes() for page in pages]
     for page, content in zip(pages, [*contents[1:], contents[0]], strict=True):
         page.write_bytes(content)
 
 
-DAMAGES: list[Callable[[list[Path], random.Random], None]] = [
-    flip_a_byte,
-    flip_a_header_byte,
-    truncate,
-    empty,
-    swap,
-]
+Damage = Callable[[list[Path], random.Random], None]
+DAMAGES: list[Damage] = [flip_a_byte, flip_a_header_byte, truncate, swap]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_damaged_pages_are_misses(
-    damage: Callable[[list[Path], random.Random], None], server: Server, folder: Path
-) -> None:
+def test_damaged_pages_are_misses(damage: Damage, server: Server, folder: Path) -> None:
     before = set(ours.stored_pages(folder))
-    (conversation,) = make_conversations(1, turns=3, tokens=400, seed=DAMAGES.index(damage))
+    (conversation,) = make_conversations(1, turns=3, tokens=200, seed=DAMAGES.index(damage))
     converse(server, [conversation], turns=2)
-    ours.assert_restored_from_l3([conversation], 64)
     pages = [page for page in ours.stored_pages(folder) if page not in before]
-    assert len(pages) >= 12
+    assert len(pages) >= 6
     damage(pages, random.Random(1))
     converse(server, [conversation])
     assert conversation.turns[2].cached.storage == 0
@@ -108,10 +97,10 @@ def test_pages_of_other_weights_or_another_dtype_are_misses_after_a_restart(
         with Server(
             ours.our_server(served, tmp_path, dtype=dtype, log=log, extra_env=env)
         ) as server:
-            conversations = converse(server, make_conversations(2, turns=1, tokens=400))
+            conversations = converse(server, make_conversations(1, turns=1, tokens=400))
             ours.assert_hidden_mode(server)
             server.kill()  # SIGKILL: what was acknowledged must be whole all the same
-        assert [c.turns[0].cached.storage for c in conversations] == [found] * 2
+        assert conversations[0].turns[0].cached.storage == found
         if dtype == "float32":
             ours.assert_no_cache_output(served, conversations)
 

@@ -16,13 +16,6 @@ def other_format() -> None:
     runtime.FORMAT_VERSION += 1
 
 
-def promise_hits() -> None:
-    """A decode server says what L3 has, as another L3 would."""
-    from hcache_backend.tiers import storage
-
-    storage.may_be = lambda role, arguments: False
-
-
 def hold_prefetches(active: Callable[[], bool]) -> None:
     """No prefetch is seen to be finished: requests queue up, and then go on together."""
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -112,13 +105,6 @@ def pair_prefetches(active: Callable[[], bool]) -> None:
         return paired and check(self, request)
 
     around(UnifiedRadixCache, "check_prefetch_progress", in_pairs)
-
-
-def send_at_once(active: Callable[[], bool]) -> None:
-    """A prefill server sends what it finds on the device, whether it has come there or not."""
-    from hcache_backend.sglang import disaggregation, hooks
-
-    hooks.PREFILL_SERVER.remove(disaggregation.SEND_PREFIX)
 
 
 def lose_what_was_looked_up(active: Callable[[], bool]) -> None:

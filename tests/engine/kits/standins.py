@@ -1,15 +1,12 @@
 """The smallest stand-ins for what SGLang's kits take from the network or from a trained model."""
 
 import contextlib
-import json
-import random
 import sys
 import unittest
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from string import ascii_letters
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -77,12 +74,3 @@ def tokenizer_of(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-
-def texts_to_draw(file: Path, count: int, tokens: int) -> Path:
-    """A file like the one of conversations that a kit downloads: random texts."""
-    rng = random.Random(5)
-    texts = ["".join(rng.choices(ascii_letters, k=tokens)) for _ in range(count)]
-    talks = [{"conversations": [{"value": text}, {"value": "."}]} for text in texts]
-    file.write_text(json.dumps(talks))
-    return file

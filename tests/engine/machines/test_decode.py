@@ -10,7 +10,7 @@ import pytest
 
 from bench.harness.disaggregation import DecodeServer, PrefillServer
 from bench.harness.models import build_model
-from bench.harness.server import ServerError, ServerOptions
+from bench.harness.server import ServerOptions
 from tests.engine.harness import ours
 from tests.engine.harness.conversations import (
     Conversation,
@@ -202,23 +202,3 @@ def test_prompts_of_other_weights_are_not_stored(
     assert len(written_in(radix, later)) >= 200 // PAGE
     ours.assert_nothing_went_wrong(radix)
     ours.assert_no_cache_output(model, [later])
-
-
-@pytest.mark.long
-def test_sglang_fails_a_request_whose_promised_pages_cannot_be_read(
-    model: Path, folder: Path, prefill: PrefillServer
-) -> None:
-    """Why decode servers find nothing: what another L3 may promise, they commit to."""
-    env = ours.faulty("hits_promised,lost_after_look_ups", folder / "lose")
-    options = radix_cached(model, folder, "promised", extra_env=env)
-    sound, damaged, evicted = make_conversations(3, turns=2, seed=3)
-    with DecodeServer(options, [prefill]) as decode:
-        spoil_what_is_written(decode, sound, SPOILT["sound"])
-        converse(decode, [sound])
-        spoil_what_is_written(decode, damaged, SPOILT["a bit flipped"])
-        with pytest.raises(ServerError, match="answered 500"):
-            converse(decode, [damaged])
-        spoil_what_is_written(decode, evicted, SPOILT["sound"])
-        with lost_after_a_look_up(folder), pytest.raises(ServerError, match="answered 500"):
-            converse(decode, [evicted])
-    ours.assert_no_cache_output(model, [sound])
