@@ -83,7 +83,7 @@ def test_restored_and_recomputed_layers_are_as_exact_as_the_models_own_at_anothe
         assert_as_exact(ours, models)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
 def test_products_of_a_part_of_a_weight_may_sum_in_another_order(
     dtype: str, model_cache: Path, tmp_path: Path
 ) -> None:

@@ -126,17 +126,3 @@ def test_a_slot_that_is_allocated_again_at_a_backup_takes_nothing_from_a_page(
         again = converse(server, make_conversations(1, turns=2, seed=1))
         assert again[0].turns[1].cached.storage > 0
     assert_no_cache_output(model, [*conversations, *again])
-
-
-def test_a_layer_that_was_not_captured_spoils_its_tokens_only(model: Path, tmp_path: Path) -> None:
-    trigger = tmp_path / "trigger"
-    options = our_server(model, tmp_path, extra_env=faulty("layer_not_captured", trigger))
-    with Server(options) as server:
-        trigger.touch()
-        lost = converse(server, make_conversations(1, turns=2, seed=1))
-        assert stored_pages(tmp_path) == []
-        assert "not captured: a step that showed each layer [1, 1, 1, 0] times" in server.log_text()
-        trigger.unlink()
-        kept = converse(server, make_conversations(1, turns=2, seed=2))
-        assert kept[0].turns[1].cached.storage > 0
-    assert_no_cache_output(model, [*lost, *kept])

@@ -1,5 +1,6 @@
 """Attempts to make the server use pages that are damaged, misplaced, or of another model."""
 
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -48,8 +49,7 @@ def flip_a_header_byte(pages: list[Path], rng: random.Random) -> None:
 
 def truncate(pages: list[Path], rng: random.Random) -> None:
     for page in pages:
-        with page.open("r+b") as file:
-            file.truncate(rng.randrange(page.stat().st_size))
+        os.truncate(page, rng.randrange(page.stat().st_size))
 
 
 def swap(pages: list[Path], rng: random.Random) -> None:

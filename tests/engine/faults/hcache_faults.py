@@ -157,17 +157,6 @@ def _wrap_write(before: bool) -> Callable[[], None]:
     return inject
 
 
-def _skip_a_layer() -> None:
-    """Capture misses the last layer: its hook does not fire."""
-    from hcache_backend.capture.hooks import HiddenCapture
-
-    def faulty(take: Any, self: Any, index: int, hidden: object) -> None:
-        if not (_active() and index == len(self._hooks) - 1):
-            take(self, index, hidden)
-
-    around(HiddenCapture, "_take", faulty)
-
-
 def _disk() -> None:
     """The trigger's text says what is wrong with the disk: slow, held or failing reads or writes,
     held look-ups."""
@@ -413,7 +402,6 @@ FAULTS: dict[str, Callable[[], None]] = {
     "wrong_spec_rounding": _wrong_spec(rounding=_other_rounding),
     "slot_reallocated_before_backup": _wrap_write(before=True),
     "slot_reallocated_after_backup": _wrap_write(before=False),
-    "layer_not_captured": _skip_a_layer,
     "hooks_raise": _hooks_raise,
     "rows_lost": _rows_lost,
     "weights_late": _weights_late,

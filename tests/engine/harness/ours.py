@@ -171,16 +171,12 @@ def assert_no_cache_output_up_to_ties(
 def assert_no_cache_replies_up_to_ties(model: Path, turns: Sequence[Turn]) -> None:
     """Each token of a float32 reply is the best one without any cache, up to `TIE_FLOAT32`."""
     for turn in turns:
-        _assert_no_cache_reply_up_to_ties(model, turn)
-
-
-def _assert_no_cache_reply_up_to_ties(model: Path, turn: Turn) -> None:
-    logits, reply = _logits(model, turn), turn.reply.output_ids
-    behind = logits.max(-1).values - logits[range(len(reply)), reply]
-    assert behind.max() <= TIE_FLOAT32, (
-        f"token {int(behind.argmax())} of {len(reply)} is {float(behind.max())} behind the best "
-        f"one without a cache; {turn.cached}"
-    )
+        logits, reply = _logits(model, turn), turn.reply.output_ids
+        behind = logits.max(-1).values - logits[range(len(reply)), reply]
+        assert behind.max() <= TIE_FLOAT32, (
+            f"token {int(behind.argmax())} of {len(reply)} is {float(behind.max())} behind the "
+            f"best one without a cache; {turn.cached}"
+        )
 
 
 def best_tokens(model: Path, turn: Turn) -> list[int]:

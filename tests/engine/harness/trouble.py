@@ -1,5 +1,6 @@
 """What goes wrong with L3 while clients talk, one thing after the other."""
 
+import os
 import random
 import threading
 from collections import Counter
@@ -70,7 +71,6 @@ class Trouble:
             if how == "lost":
                 page.unlink()
             elif how == "cut off":
-                with page.open("r+b") as file:
-                    file.truncate(self._dice.randrange(size))
+                os.truncate(page, self._dice.randrange(size))
             elif size:
                 flip_bit(page, self._dice.randrange(size), self._dice.randrange(8))

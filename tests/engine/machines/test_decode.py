@@ -1,8 +1,8 @@
 """Decode servers with an L3: prefill servers find what they write, and nothing fails a request."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.engine.harness.conversations import (
     random_tokens,
 )
 
-from .servers import TRANSFER, started
+from .servers import TRANSFER
 
 pytestmark = [pytest.mark.engine, TRANSFER]
 
@@ -42,24 +42,28 @@ def other(model_cache: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(model: Path, folder: Path) -> Iterator[tuple[PrefillServer, DecodeServer]]:
-    """A prefill server with plain pages in the L3 `folder / "l3"`, and one of `radix_cached`."""
+def prefill(model: Path, folder: Path) -> Iterator[PrefillServer]:
+    """A prefill server with plain pages in the L3 `folder / "l3"`."""
     log = folder / "prefill.log"
-    prefill = PrefillServer(ours.our_server(model, folder, hcache=PLAIN, log=log, page_size=PAGE))
-    env = ours.faulty("lost_after_look_ups", folder / "lose")
-    radix = DecodeServer(radix_cached(model, folder, "radix", extra_env=env), [prefill])
-    with started(prefill, radix):
-        yield prefill, radix
+    options = ours.our_server(model, folder, hcache=PLAIN, log=log, page_size=PAGE)
+    with PrefillServer(options) as server:
+        yield server
 
 
-@pytest.fixture
-def prefill(pair: tuple[PrefillServer, DecodeServer]) -> PrefillServer:
-    return pair[0]
-
-
-@pytest.fixture
-def radix(pair: tuple[PrefillServer, DecodeServer]) -> DecodeServer:
-    return pair[1]
+@pytest.fixture(scope="module")
+def radix(model: Path, folder: Path, prefill: PrefillServer) -> Iterator[DecodeServer]:
+    """A decode server whose radix cache has an L3 of its own, `folder / "radix"`."""
+    options = ours.our_server(
+        model,
+        folder,
+        hcache={"mode": "kv", "dirs": [str(folder / "radix")]},
+        log=folder / "radix.log",
+        page_size=PAGE,
+        extra_args=("--disaggregation-decode-enable-radix-cache",),
+        extra_env=ours.faulty("lost_after_look_ups", folder / "lose"),
+    )
+    with DecodeServer(options, [prefill]) as server:
+        yield server
 
 
 def offloading(model: Path, folder: Path, name: str, **options: Any) -> ServerOptions:
@@ -110,77 +114,41 @@ def test_replies_to_prompts_of_other_weights_are_not_offloaded(
     assert not list(l3.glob("**/*.page"))
 
 
-def cut_short(page: Path) -> None:
-    with page.open("r+b") as file:
-        file.truncate(page.stat().st_size // 2)
-
-
 SPOILT: dict[str, Callable[[Path], object]] = {
     "sound": lambda page: None,
     "a bit flipped": lambda page: ours.flip_bit(page, page.stat().st_size // 2),
-    "cut short": cut_short,
+    "cut short": lambda page: os.truncate(page, page.stat().st_size // 2),
     "gone": Path.unlink,
 }
 
 
-def radix_cached(model: Path, folder: Path, name: str, **options: Any) -> ServerOptions:
-    """A decode server whose radix cache has an L3 of its own, `folder / name`."""
-    return ours.our_server(
-        model,
-        folder,
-        hcache={"mode": "kv", "dirs": [str(folder / name)]},
-        log=folder / f"{name}.log",
-        page_size=PAGE,
-        extra_args=("--disaggregation-decode-enable-radix-cache",),
-        **options,
-    )
-
-
 def written_in(decode: DecodeServer, conversation: Conversation) -> set[Path]:
-    """The pages that a decode server of `radix_cached` writes in a turn; they are in L3 only."""
+    """The pages that the decode server writes in a turn; they are in L3 only."""
     l3 = decode.options.log.with_suffix("")
     before = set(l3.glob("**/*.page"))
     converse(decode, [conversation], turns=len(conversation.turns) + 1)
     return set(l3.glob("**/*.page")) - before
 
 
-def spoil_what_is_written(
-    decode: DecodeServer, conversation: Conversation, spoil: Callable[[Path], object]
-) -> None:
-    """A turn, whose pages are spoilt in L3."""
-    written = written_in(decode, conversation)
-    assert len(written) >= 200 // PAGE
-    for page in written:
-        spoil(page)
-
-
-@contextmanager
-def lost_after_a_look_up(folder: Path) -> Iterator[None]:
-    """Within the block the first look-up that a server has pages for is the last one, too: they
-    are evicted before anybody reads them."""
-    lose = folder / "lose"
-    lost = lose.with_suffix(".lost")
-    lose.touch()
-    try:
-        yield
-        assert lost.exists(), "no pages were looked up"
-    finally:
-        lose.unlink()
-        lost.unlink(missing_ok=True)
-
-
 def test_pages_that_a_decode_server_cannot_read_fail_no_request(
     model: Path, folder: Path, radix: DecodeServer
 ) -> None:
-    """SGLang would have told the prefill server to leave them out."""
-    *conversations, evicted = make_conversations(len(SPOILT) + 1, turns=2, seed=2)
-    for conversation, spoil in zip(conversations, SPOILT.values(), strict=True):
-        spoil_what_is_written(radix, conversation, spoil)
-    converse(radix, conversations)
-    spoil_what_is_written(radix, evicted, SPOILT["sound"])
-    with lost_after_a_look_up(folder):
-        converse(radix, [evicted])
-    conversations.append(evicted)
+    """SGLang would have told the prefill server to leave them out. Pages are spoilt, and at last
+    evicted between a look-up and the read."""
+    conversations = make_conversations(len(SPOILT) + 1, turns=2, seed=2)
+    *spoilt, evicted = conversations
+    for conversation, spoil in zip(spoilt, SPOILT.values(), strict=True):
+        written = written_in(radix, conversation)
+        assert len(written) >= 200 // PAGE
+        for page in written:
+            spoil(page)
+    converse(radix, spoilt)
+    assert written_in(radix, evicted)
+    lose = folder / "lose"
+    lose.touch()
+    converse(radix, [evicted])
+    lose.unlink()
+    assert lose.with_suffix(".lost").exists(), "no pages were looked up"
     assert ONLY_WRITES in radix.log_text()
     assert "KV mode, plain pages: a server that decodes for prefill servers" in radix.log_text()
     ours.assert_nothing_went_wrong(radix)
