@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.server import Server, ServerOptions
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import Conversation, ask
-from tests.engine.harness.ours import our_server, stored_pages
 
 PAGE = 16
 
@@ -17,7 +17,7 @@ def machine(
     """A server whose page store is in a folder of its own, with options of ours."""
     env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder / "shared")}
     shared = {"backend": "file", **hcache.pop("shared", {})}
-    return our_server(
+    return ours.our_server(
         model,
         folder / name,
         hcache={"shared": shared, **hcache},
@@ -35,7 +35,7 @@ def values(folder: Path) -> set[Path]:
 def until_all_is_shared(server: Server, folder: Path) -> None:
     """A value for each page of the page store, or for each rank's shard of one."""
     stored = server.options.log.parent
-    server.until(lambda: len(values(folder)) == len(stored_pages(stored)), "all to be shared")
+    server.until(lambda: len(values(folder)) == len(ours.stored_pages(stored)), "all to be shared")
 
 
 def from_l3(server: Server, prompts: Sequence[list[int]]) -> Sequence[Conversation]:

@@ -13,8 +13,8 @@ from hcache_backend.cli.metrics_page import METRICS_LAG_S, MetricsPage, fetch
 from hcache_backend.plan.model_config import read_model
 from hcache_backend.plan.plan import Conversations, FleetPlan, PartitionPlan
 from hcache_backend.plan.profile import Profile, Rate
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import Conversation, converse, make_conversations
-from tests.engine.harness.ours import assert_own_pages_of_kv, our_server, stored_pages
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -57,7 +57,7 @@ def test_a_plan_is_within_a_fifth_of_a_server(
     model = build_model("qwen3", model_cache)
     fleet, rate = planned(model), tmp_path / "l3-rate"
     rate.write_text("0")
-    options = our_server(
+    options = ours.our_server(
         model, tmp_path, hcache={"mode": "kv", "recompute": "never"}, metrics=True,
         max_total_tokens=16384, extra_env={"HCACHE_CPU_L3_FILE": str(rate)},
     )  # fmt: skip
@@ -65,12 +65,12 @@ def test_a_plan_is_within_a_fifth_of_a_server(
     for conversation in conversations:
         conversation.questions[1] = conversation.questions[1][: NEW - REPLY]
     with Server(options) as server:
-        assert_own_pages_of_kv(server)
+        ours.assert_own_pages_of_kv(server)
         for start in range(0, len(conversations), 8):
             converse(server, conversations[start : start + 8], turns=1, reply_tokens=REPLY)
         before = settled(server)
         assert "l3_read" not in before.stages
-        stored = sum(page.stat().st_size for page in stored_pages(tmp_path))
+        stored = sum(page.stat().st_size for page in ours.stored_pages(tmp_path))
         rate.write_text(str(L3_RATE))
 
         start_time = time.monotonic()
@@ -82,7 +82,7 @@ def test_a_plan_is_within_a_fifth_of_a_server(
             for turn in turns:
                 turn.result()
         after = settled(server)
-        added = sum(page.stat().st_size for page in stored_pages(tmp_path)) - stored
+        added = sum(page.stat().st_size for page in ours.stored_pages(tmp_path)) - stored
 
         start_time = time.monotonic()
         with ThreadPoolExecutor(4) as pool:

@@ -13,6 +13,7 @@ import pytest
 from bench.harness.disaggregation import DecodeServer, PrefillServer
 from bench.harness.models import build_model
 from bench.harness.server import ServerError, ServerOptions
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import (
     Conversation,
     ask,
@@ -20,16 +21,6 @@ from tests.engine.harness.conversations import (
     make_conversations,
     random_tokens,
     turns_of,
-)
-from tests.engine.harness.ours import (
-    assert_no_cache_output,
-    assert_no_cache_output_up_to_ties,
-    assert_nothing_went_wrong,
-    assert_restored_from_l3,
-    assert_sound_own_pages,
-    faulty,
-    our_server,
-    partition,
 )
 
 from .servers import TRANSFER, started
@@ -39,13 +30,13 @@ pytestmark = [pytest.mark.engine, TRANSFER]
 PAGE = 64
 LONG = pytest.mark.long
 KINDS: dict[str, dict[str, Any]] = {
-    "mixed": {"partition": partition(1, 2, 1)},
-    "hidden": {"partition": partition(0, 4, 0)},
+    "mixed": {"partition": ours.partition(1, 2, 1)},
+    "hidden": {"partition": ours.partition(0, 4, 0)},
     "own": {"mode": "kv"},
     "latents": {"mode": "kv"},  # of another model
     "encoded": {"mode": "kv", "codec": "exp3"},
-    "encoded, mixed": {"partition": partition(1, 2, 1), "codec": "exp3"},
-    "layerwise": {"partition": partition(1, 2, 1), "restore": "layerwise"},
+    "encoded, mixed": {"partition": ours.partition(1, 2, 1), "codec": "exp3"},
+    "layerwise": {"partition": ours.partition(1, 2, 1), "restore": "layerwise"},
     "plain": {"mode": "plain"},
 }
 
@@ -57,7 +48,7 @@ def prefill_server(
     if is_encoded(kind):
         options["dtype"] = "bfloat16"
     hcache, log = KINDS[kind] | options.pop("hcache", {}), folder / f"{name}.log"
-    return PrefillServer(our_server(model, folder, hcache=hcache, log=log, **options))
+    return PrefillServer(ours.our_server(model, folder, hcache=hcache, log=log, **options))
 
 
 def decode_server(
@@ -106,12 +97,12 @@ def test_tokens_are_those_of_one_server_without_a_cache(
             decode.prefill = [new]
             again = ask(decode, [conversation.history for conversation in conversations])
             assert_sound(new, kind)
-    assert_restored_from_l3(conversations, PAGE)
+    ours.assert_restored_from_l3(conversations, PAGE)
     assert_found(again)
     if is_encoded(kind):
-        assert_no_cache_output_up_to_ties(model, tmp_path, [*conversations, *again])
+        ours.assert_no_cache_output_up_to_ties(model, tmp_path, [*conversations, *again])
     else:
-        assert_no_cache_output(model, [*conversations, *again])
+        ours.assert_no_cache_output(model, [*conversations, *again])
 
 
 def assert_found(conversations: Sequence[Conversation]) -> None:
@@ -123,9 +114,9 @@ def assert_found(conversations: Sequence[Conversation]) -> None:
 
 def assert_sound(server: PrefillServer, kind: str) -> None:
     if kind == "plain":
-        assert_nothing_went_wrong(server)
+        ours.assert_nothing_went_wrong(server)
     else:
-        assert_sound_own_pages(server, KINDS[kind].get("mode", "hidden"))
+        ours.assert_sound_own_pages(server, KINDS[kind].get("mode", "hidden"))
 
 
 @pytest.mark.versions
@@ -136,7 +127,7 @@ def test_a_server_killed_in_the_middle_of_a_restore_loses_nothing(
     requests to the next prefill server, when the first one died while its forward pass waited for
     a layer, however late that layer comes there."""
     trigger = tmp_path / "trigger"
-    env = faulty("layer_held", trigger)
+    env = ours.faulty("layer_held", trigger)
     first = prefill_server(model, tmp_path, "first", "mixed", extra_env=env)
     decode = decode_server(model, tmp_path, first)
     with ThreadPoolExecutor(1) as pool, started(first, decode):
@@ -162,9 +153,9 @@ def test_a_server_killed_in_the_middle_of_a_restore_loses_nothing(
             trigger.unlink()
             again = [*late.result(), *ask(decode, [conversations[1].history])]
             assert_sound(second, "mixed")
-    assert_restored_from_l3(conversations, PAGE)
+    ours.assert_restored_from_l3(conversations, PAGE)
     assert_found(again)
-    assert_no_cache_output(model, [*conversations, *again])
+    ours.assert_no_cache_output(model, [*conversations, *again])
 
 
 @pytest.mark.parametrize("restore", ["auto", pytest.param("layerwise", marks=LONG)])
@@ -176,7 +167,7 @@ def test_layers_that_come_late_are_sent_late(restore: str, model: Path, tmp_path
         model, tmp_path, "prefill", "hidden",
         # A check of what was loaded would read K and V as soon as the load was launched.
         hcache={"restore": restore, "check_every_pages": 0},
-        extra_env=faulty("loads_late,prefetches_paired", trigger),
+        extra_env=ours.faulty("loads_late,prefetches_paired", trigger),
     )  # fmt: skip
     decode, shared = decode_server(model, tmp_path, prefill), random_tokens(640, 1)
     with started(prefill, decode), ThreadPoolExecutor(1) as pool:
@@ -191,4 +182,4 @@ def test_layers_that_come_late_are_sent_late(restore: str, model: Path, tmp_path
         asked = late.result()
         assert_sound(prefill, "hidden")
     assert [turn.cached.total for turn in turns_of(asked)] == [640, 640]
-    assert_no_cache_output(model, asked)
+    ours.assert_no_cache_output(model, asked)

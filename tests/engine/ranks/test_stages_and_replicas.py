@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from bench.harness.models import build_model, with_changed_layers
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.main import app
+from tests.engine.harness import ours
 from tests.engine.harness.clients import Clients
 from tests.engine.harness.conversations import (
     Conversation,
@@ -21,18 +22,6 @@ from tests.engine.harness.conversations import (
     make_conversations,
     random_tokens,
     turns_of,
-)
-from tests.engine.harness.ours import (
-    assert_hidden_mode,
-    assert_no_cache_output,
-    assert_no_cache_replies_up_to_ties,
-    assert_nothing_went_wrong,
-    assert_restored_from_l3,
-    assert_sound_hidden_mode,
-    assert_sound_own_pages,
-    faulty,
-    our_server,
-    stored_pages,
 )
 
 pytestmark = pytest.mark.engine
@@ -48,9 +37,9 @@ def test_stages_store_their_own_layers_and_know_the_weights_of_the_others(
 ) -> None:
     """The second stage's weights stay the same in the update; what they compute does not."""
     other = with_changed_layers(model, tmp_path / "other", layers=[0])
-    with Server(our_server(model, tmp_path, pp=STAGES, hcache={"mode": mode})) as server:
+    with Server(ours.our_server(model, tmp_path, pp=STAGES, hcache={"mode": mode})) as server:
         if mode == "hidden":
-            assert_hidden_mode(server)
+            ours.assert_hidden_mode(server)
 
         def turn() -> Conversation:
             return converse(server, make_conversations(1, turns=1, tokens=400, seed=90))[0]
@@ -63,23 +52,23 @@ def test_stages_store_their_own_layers_and_know_the_weights_of_the_others(
         conversations = converse(server, make_conversations(2, turns=2, tokens=300))
         first = turn()
         # The first stage answers; the last one may still be writing.
-        server.until(lambda: len(stored_pages(tmp_path)) >= STAGES * (2 * 9 + 6), "all pages")
-        assert len(stored_pages(tmp_path)) == STAGES * (2 * 9 + 6)
+        server.until(lambda: len(ours.stored_pages(tmp_path)) >= STAGES * (2 * 9 + 6), "all pages")
+        assert len(ours.stored_pages(tmp_path)) == STAGES * (2 * 9 + 6)
         update(other, 1)
         under_other = [turn(), turn()]
         update(model, 2)
         back = turn()
-        assert_nothing_went_wrong(server)
-    assert_restored_from_l3(conversations, 64)
+        ours.assert_nothing_went_wrong(server)
+    ours.assert_restored_from_l3(conversations, 64)
     assert [c.turns[0].cached.storage for c in [first, *under_other, back]] == [0, 0, 384, 384]
-    assert_no_cache_output(other, under_other)
-    assert_no_cache_output(model, [*conversations, first, back])
+    ours.assert_no_cache_output(other, under_other)
+    ours.assert_no_cache_output(model, [*conversations, first, back])
 
 
 def small_pools(model: Path, folder: Path, **options: Any) -> ServerOptions:
     """Stages whose device pool holds two conversations of the tests below."""
     sizes = {"page_size": 16, "max_total_tokens": 1024, "hicache_ratio": 6.0}
-    return our_server(model, folder, **({"pp": STAGES} | sizes | options))
+    return ours.our_server(model, folder, **({"pp": STAGES} | sizes | options))
 
 
 def abreast(seed: int) -> list[Conversation]:
@@ -105,30 +94,30 @@ def test_stages_restore_from_host_memory_what_all_of_them_have(
         clients = Clients(server, 16, aborted=0.2, kept=30)
         clients.talk(3, until=lambda: len(clients.turns) == 30 and clients.counts["host"] > 0)
         server.wait_backed_up()
-        assert_sound_hidden_mode(server)
+        ours.assert_sound_hidden_mode(server)
     assert clients.counts["host"], clients.counts
-    assert_no_cache_replies_up_to_ties(model, clients.turns)
+    ours.assert_no_cache_replies_up_to_ties(model, clients.turns)
 
 
 def test_what_one_stage_lost_is_a_miss_on_all(model: Path, tmp_path: Path) -> None:
     trigger = tmp_path / "trigger"
-    env = faulty("rows_lost", trigger, stage=1)
+    env = ours.faulty("rows_lost", trigger, stage=1)
     with Server(small_pools(model, tmp_path, extra_env=env)) as server:
         trigger.touch()
         lost = converse(server, abreast(1), flush=False, concurrent=True)
         trigger.unlink()
         again = ask(server, [c.turns[-1].prompt for c in lost])
         kept = converse(server, abreast(2), flush=False, concurrent=True)
-        assert_hidden_mode(server)
+        ours.assert_hidden_mode(server)
     assert from_host(lost) == 0
     assert all(turn.cached.storage == 0 for turn in turns_of([*lost, *again]))
     assert from_host(kept) > 500
-    assert_no_cache_output(model, [*lost, *again, *kept])
+    ours.assert_no_cache_output(model, [*lost, *again, *kept])
 
 
 def test_wrong_copies_of_one_stage_end_loads_on_all(model: Path, tmp_path: Path) -> None:
     trigger = tmp_path / "trigger"
-    env = faulty("wrong_copies", trigger, stage=1)
+    env = ours.faulty("wrong_copies", trigger, stage=1)
     with Server(small_pools(model, tmp_path, hcache={"mode": "kv"}, extra_env=env)) as server:
         trigger.touch()
         [wrong, *others] = abreast(1)
@@ -140,7 +129,7 @@ def test_wrong_copies_of_one_stage_end_loads_on_all(model: Path, tmp_path: Path)
         converse(server, [wrong], flush=False)
     assert from_host([wrong, *others]) == 0
     assert all(turn.cached.storage == 0 for turn in turns_of([wrong, *others]))
-    assert_no_cache_output(model, [wrong, *others])
+    ours.assert_no_cache_output(model, [wrong, *others])
 
 
 @pytest.mark.parametrize(
@@ -167,23 +156,25 @@ def test_replicas_share_one_store(
 
     model, quota = build_model(name, model_cache), 40 * page_file_bytes
     hcache = {"mode": "hidden" if name == "llama" else "kv", "quota_bytes": quota}
-    with Server(our_server(model, tmp_path, dp=REPLICAS, hcache=hcache)) as server:
+    with Server(ours.our_server(model, tmp_path, dp=REPLICAS, hcache=hcache)) as server:
         both = [random_tokens(400, seed=700 + number) for number in range(2)]
         # One that comes late may find what the other one has just written.
         assert set(ask(server, [*both, *both], [0, 0, 1, 1])) <= {0, 384}
-        assert len(stored_pages(tmp_path)) == 2 * 6
+        assert len(ours.stored_pages(tmp_path)) == 2 * 6
         new = random_tokens(400, seed=710)
         assert ask(server, [new], [0]) == [0]
         assert ask(server, [new, *both], [1, 1, 0]) == [384, 384, 384]
         for start in range(0, 24, 6):
             pressure = [random_tokens(200, seed=720 + start + number) for number in range(6)]
             ask(server, pressure, [0, 1] * 3)
-            sizes = [page.stat().st_size for page in stored_pages(tmp_path)]
+            sizes = [page.stat().st_size for page in ours.stored_pages(tmp_path)]
             assert sum(sizes) <= quota
         assert ask(server, [pressure[0]], [1]) == [192]  # the newest are there
         verified = CliRunner().invoke(app, ["verify", "-d", str(tmp_path / "l3"), "--json"])
         found = json.loads(verified.output)["folders"][str(tmp_path / "l3")]
         assert (found["pages"], found["problems"]) == (len(sizes), 0)
         assert set(sizes) == {page_file_bytes} and len(sizes) > 20
-        assert_sound_own_pages(server, hcache["mode"])
-    assert_no_cache_output(model, [Conversation([turn.prompt], turns=[turn]) for turn in asked])
+        ours.assert_sound_own_pages(server, hcache["mode"])
+    ours.assert_no_cache_output(
+        model, [Conversation([turn.prompt], turns=[turn]) for turn in asked]
+    )

@@ -8,24 +8,12 @@ import pytest
 
 from bench.harness.models import build_model
 from bench.harness.server import Server
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import (
     converse,
     converse_at_random,
     make_conversations,
     turns_of,
-)
-from tests.engine.harness.ours import (
-    assert_hidden_mode,
-    assert_no_cache_output,
-    assert_no_cache_replies_up_to_ties,
-    assert_restored_from_l3,
-    assert_sound_own_pages,
-    extra_config,
-    faulty,
-    our_server,
-    partition,
-    projections,
-    stored_pages,
 )
 
 pytestmark = pytest.mark.engine
@@ -36,7 +24,7 @@ LONG = pytest.mark.long
 def shards(folder: Path) -> dict[str, list[Path]]:
     """The page files by shard, as ``1of2``."""
     found: dict[str, list[Path]] = {}
-    for path in stored_pages(folder):
+    for path in ours.stored_pages(folder):
         found.setdefault(path.name.split(".")[-2], []).append(path)
     return found
 
@@ -66,17 +54,19 @@ def test_each_rank_stores_its_part_and_any_number_of_ranks_reads_it(
     many groups as ``tp_lcm_size`` says. Hidden states and latents are divided by tokens."""
     model = build_model(name, model_cache)
     conversations = make_conversations(2, turns=len(ranks), tokens=200)
-    config = extra_config(tmp_path, partition=partition(*layers)) | {"tp_lcm_size": max(ranks)}
+    config = ours.extra_config(tmp_path, partition=ours.partition(*layers)) | {
+        "tp_lcm_size": max(ranks)
+    }
     for turn, tp in enumerate(ranks, 1):
-        options = our_server(model, tmp_path, tp=tp, log=tmp_path / f"{turn}.log")
+        options = ours.our_server(model, tmp_path, tp=tp, log=tmp_path / f"{turn}.log")
         with Server(replace(options, extra_config=config)) as server:
             converse(server, conversations, turns=turn)
-            assert_sound_own_pages(server, "hidden" if layers[1] else "kv")
+            ours.assert_sound_own_pages(server, "hidden" if layers[1] else "kv")
             if layers[1]:
                 rows = 512 // tp  # of K and V of a rank
                 by_spec = f"4 layers by spec (fused weight {rows}x256, RoPE neox 64)"
-                assert projections(server) == [by_spec] * tp
-    assert_restored_from_l3(conversations, 64)
+                assert ours.projections(server) == [by_spec] * tp
+    ours.assert_restored_from_l3(conversations, 64)
     found = shards(tmp_path)
     assert set(found) == {f"{number}of{tp}" for tp in ranks for number in range(tp)}
     stored, headers = set[str](), 2 * 4096  # of the file, and of the page
@@ -89,7 +79,7 @@ def test_each_rank_stores_its_part_and_any_number_of_ranks_reads_it(
         stored |= names[0]
         for paths in shards_of_tp:
             assert size(paths) / len(paths) - headers == whole / tp
-    assert_no_cache_output(model, conversations)
+    ours.assert_no_cache_output(model, conversations)
 
 
 @pytest.mark.parametrize("requests", [60, pytest.param(200, marks=LONG)])
@@ -97,7 +87,7 @@ def test_random_misses_on_one_rank_never_part_the_ranks(
     requests: int, model: Path, tmp_path: Path
 ) -> None:
     """Every request is answered as without a cache, whatever the second rank lacks; none hangs."""
-    options = our_server(
+    options = ours.our_server(
         model,
         tmp_path,
         tp=2,
@@ -105,7 +95,7 @@ def test_random_misses_on_one_rank_never_part_the_ranks(
         max_total_tokens=2048,
         hicache_ratio=4.0,
         extra_args=("--watchdog-timeout", "240"),
-        extra_env=faulty("misses_on_rank_1"),
+        extra_env=ours.faulty("misses_on_rank_1"),
     )
     conversations = make_conversations(10, turns=requests // 10, tokens=30)
     with Server(options) as server:
@@ -114,7 +104,7 @@ def test_random_misses_on_one_rank_never_part_the_ranks(
         cached = sum(turn.cached.storage + turn.cached.host for turn in turns)
         assert len(turns) == requests
         assert cached > 5 * requests  # far fewer than usual (20): how many depends on who is faster
-        assert_hidden_mode(server)
+        ours.assert_hidden_mode(server)
         log = server.log_text()
         assert "self-check" not in log and "Exception in thread" not in log
-    assert_no_cache_replies_up_to_ties(model, turns)
+    ours.assert_no_cache_replies_up_to_ties(model, turns)
