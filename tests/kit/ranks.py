@@ -34,9 +34,6 @@ class Ranks:
             torch.tensor(self.smallest(rank, *numbers.tolist()))
         )
 
-    def on_all_ranks(self, rank: int, *flags: bool) -> tuple[bool, ...]:
-        return tuple(map(all, zip(*self.gather(rank, flags), strict=True)))
-
     def sum_of_all_ranks(self, rank: int, own: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.gather(rank, own.clone())).sum(0)
 

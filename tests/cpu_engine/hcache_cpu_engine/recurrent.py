@@ -244,18 +244,21 @@ def _steps(
     repeats, size = v.shape[1] // q.shape[1], q.shape[-1]
     q, k = (functional.normalize(rows.float(), dim=-1, eps=1e-6) for rows in (q, k))
     q, k = (rows.repeat_interleave(repeats, 1) for rows in (q * size**-0.5, k))
-    now, decay, strength, values = state.float(), g.float().exp(), beta.float(), v.float()
-    out = torch.empty_like(values)
-    for token in range(len(v)):
+    now, values = state.float(), v.float()
+    out = torch.empty_like(values)[..., None]
+    decays, strengths = (each[..., None, None] for each in (g.float().exp(), beta.float()))
+    tokens = (out, q[..., None], k[..., None], k[:, :, None], values[..., None], decays, strengths)
+    for token, (read, query, key, row, value, decay, strength) in enumerate(
+        zip(*tokens, strict=True)
+    ):
         if token % _CHUNK == 0:
             checkpoints.append(now)
-        now = now * decay[token][:, None, None]
-        read = torch.einsum("hvk,hk->hv", now, k[token])
-        change = (values[token] - read) * strength[token][:, None]
-        now = now + change[:, :, None] * k[token][:, None]
-        out[token] = torch.einsum("hvk,hk->hv", now, q[token])
+        now = now * decay
+        change = torch.baddbmm(value, now, key, alpha=-1) * strength
+        now = torch.baddbmm(now, change, row)
+        torch.bmm(now, query, out=read)
     state.copy_(now)
-    return out
+    return out[..., 0]
 
 
 def gated_norm(
