@@ -5,7 +5,6 @@ The folder has links to everything in the checkout; new files of a block stay in
 
 import doctest
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,11 +16,10 @@ from tests.docs.pages import Block, Finding, Page
 
 MARK = "runnable"
 _ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 300.0
-"""Time limit of a command, for one that hangs."""
+SECONDS, GRACE_SECONDS = 300, 10
+"""Time limit of a command, for one that hangs, and what it has to end after SIGINT."""
 
-GRACE_SECONDS = 10.0
-"""Time that a command has to end after SIGINT."""
+TIMED_OUT = (124, 137)
 _COLUMNS = 100
 _SHOWN_LINES = 8
 
@@ -33,11 +31,6 @@ class Step(NamedTuple):
     line: int
     command: str
     output: str | None
-
-
-class Ended(NamedTuple):
-    status: int | None
-    output: str
 
 
 def runnable(page: Page) -> list[Block]:
@@ -93,13 +86,12 @@ def _steps(block: Block) -> list[Step]:
 def _run(step: Step, folder: Path, home: Path) -> tuple[int, str] | None:
     """Line and message of what went wrong, or None."""
     ended = _execute(step.command, folder, home)
-    lines = [line.rstrip() for line in ended.output.rstrip().splitlines()]
+    lines = [line.rstrip() for line in ended.stdout.rstrip().splitlines()]
     first = step.command.strip().splitlines()[0]
-    if ended.status is None:
-        return step.line, f"`{first}` took longer than {SECONDS:.0f} s"
-    if ended.status != 0:
+    if ended.returncode:
+        late = f" ({SECONDS} s are over)" if ended.returncode in TIMED_OUT else ""
         shown = "\n    ".join(lines[-_SHOWN_LINES:])
-        return step.line, f"`{first}` ended with status {ended.status}\n    {shown}"
+        return step.line, f"`{first}` ended with status {ended.returncode}{late}\n    {shown}"
     printed, compare = "".join(f"{line}\n" for line in lines), doctest.OutputChecker()
     if step.output is None or compare.check_output(step.output, printed, doctest.ELLIPSIS):
         return None
@@ -108,39 +100,29 @@ def _run(step: Step, folder: Path, home: Path) -> tuple[int, str] | None:
     return step.line, f"`{first}` prints something else\n{differs}"
 
 
-def _execute(command: str, folder: Path, home: Path) -> Ended:
+def _execute(command: str, folder: Path, home: Path) -> subprocess.CompletedProcess[str]:
     kept = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("HCACHE_", "XDG_")) and name != "NO_COLOR"
     }
-    tools = str(Path(sys.executable).parent)
     environment = {
         **kept,
         "HOME": str(home),
-        "PATH": os.pathsep.join((tools, os.environ.get("PATH", os.defpath))),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
         "PYTHONPATH": str(_ROOT),  # python -m bench.NAME, as in a checkout
         "COLUMNS": str(_COLUMNS),
         "TERM": "dumb",
     }
-    process = subprocess.Popen(
-        ["bash", "-euo", "pipefail", "-c", command],
+    # It ends the whole process group.
+    limit = ["timeout", "--signal=INT", f"--kill-after={GRACE_SECONDS}", str(SECONDS)]
+    return subprocess.run(
+        [*limit, "bash", "-euo", "pipefail", "-c", command],
         cwd=folder,
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
+        check=False,
     )
-    try:
-        output, _ = process.communicate(timeout=SECONDS)
-        return Ended(process.returncode, output)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGINT)
-    try:
-        output, _ = process.communicate(timeout=GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-    return Ended(None, output)

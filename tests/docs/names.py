@@ -74,8 +74,6 @@ def untabled(page: Page) -> Iterator[str]:
         ("environment variable", VARIABLES),
     ):
         tables = [table for table in page.tables if table.header[0] == header]
-        if not tables:
-            yield f"no table has the header {header!r}"
         named = Counter(name for table in tables for row in table.rows for name in row.codes[0])
         yield from (f"{name} stands {named[name]} times" for name in ours if named[name] != 1)
 
@@ -133,10 +131,8 @@ def _sglang_arguments() -> str | None:
 
 
 def _is_known_option(option: str) -> bool:
-    if option in _every_option():
-        return True
     text = _sglang_arguments()
-    if text is None:
+    if text is None or option in _every_option():
         return True
     field = re.escape(option[2:].replace("-", "_"))
     declared = rf"^    (?:{field}\s*:|\"{field}\",)"
@@ -150,15 +146,15 @@ def _commands(text: str) -> Iterator[str]:
         options = {"--help"}
         name = "hcache"
         if words and not words[0].startswith("-"):
-            name, commands = f"hcache {words[0]}", _commands_of(app)
-            if words[0] not in commands:
-                yield f"`hcache` has no command {words[0]!r}; it has {', '.join(commands)}"
+            name, command = f"hcache {words[0]}", _commands_of(app).get(words[0])
+            if command is None:
+                yield f"`hcache` has no command {words[0]!r}"
                 continue
-            options = _options_of(commands[words[0]])
+            options = _options_of(command)
         for word in words:
             option = word.split("=")[0].rstrip(".,:")
             if re.fullmatch(r"--?[a-zA-Z][\w-]*", option) and option not in options:
-                yield f"`{name}` has no option {option}; it has {', '.join(sorted(options))}"
+                yield f"`{name}` has no option {option}"
     if "sglang.launch_server" in joined:
         for option in _OPTION.findall(joined):
             if not _is_known_option(option):
@@ -177,14 +173,12 @@ def _lone_option(text: str) -> Iterator[str]:
 def _configs(text: str) -> Iterator[str]:
     """Tables of options of ours inside of JSON, as SGLang or the environment gets them."""
     plain = text.replace('\\"', '"')
-    starts = [m.end() for m in re.finditer(r'"hcache":\s*(?=\{)', plain)]
-    starts += [m.end() for m in re.finditer(rf"{config.CONFIG_VARIABLE}='(?=\{{)", plain)]
-    for start in starts:
+    for start in re.finditer(rf"(\"hcache\":\s*|{config.CONFIG_VARIABLE}=')(?=\{{)", plain):
         try:
-            options, _ = json.JSONDecoder().raw_decode(plain, start)
+            options, _ = json.JSONDecoder().raw_decode(plain, start.end())
             parse_config(options, "hcache")
         except (json.JSONDecodeError, ConfigError) as error:
-            yield f"configuration {plain[start : start + 60]!r}: {error}"
+            yield f"configuration: {error}"
 
 
 def _toml(text: str) -> Iterator[str]:
@@ -232,7 +226,7 @@ def _value(shown: str) -> Any:
 
 def _variables(text: str) -> Iterator[str]:
     for name in sorted(set(_VARIABLE.findall(text)) - VARIABLES - {hcache_trace.VARIABLE}):
-        yield f"{name} is no variable of ours; they are {', '.join(sorted(VARIABLES))}"
+        yield f"{name} is no variable of ours"
 
 
 def _families() -> list[str]:
@@ -257,13 +251,13 @@ def _metrics(text: str) -> Iterator[str]:
         if name in _MODULES or f"{name}/" in text or f"{name}." in text:
             continue
         if name not in known:
-            yield f"{name} is no metric; they are {', '.join(sorted(known))}"
+            yield f"{name} is no metric"
             continue
         for label, value in _LABEL.findall(braces):
             if label not in known[name] | {"instance"}:
-                yield f"{name} has no label {label}; it has {', '.join(sorted(known[name]))}"
+                yield f"{name} has no label {label}"
             elif label == "event" and value and f"pages_{value}" not in StoreStats().snapshot():
-                yield f"the store counts no {value}; it counts {', '.join(StoreStats().snapshot())}"
+                yield f"the store counts no {value}"
 
 
 def _file(text: str) -> Iterator[str]:
@@ -290,17 +284,14 @@ def _definitions(path: Path) -> frozenset[str]:
 
     def walk(body: Iterable[ast.stmt], prefix: str = "") -> Iterator[str]:
         for node in body:
-            match node:
-                case ast.ClassDef():
-                    yield node.name
-                    yield from walk(node.body, f"{node.name}.")
-                case ast.FunctionDef() | ast.AsyncFunctionDef():
-                    yield prefix + node.name
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name))
-                    | ast.Assign(targets=[ast.Name(id=name)])
-                ):
-                    yield prefix + name
+            if isinstance(node, ast.ClassDef):
+                yield node.name
+                yield from walk(node.body, f"{node.name}.")
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield prefix + node.name
+            elif isinstance(node, ast.AnnAssign | ast.Assign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                yield from (prefix + one.id for one in targets if isinstance(one, ast.Name))
 
     return frozenset(walk(ast.parse(path.read_text()).body))
 

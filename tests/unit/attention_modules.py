@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hcache_backend.projection.attention import AttentionLayer, ProjectionReached
 from hcache_backend.projection.search import Evidence, gather_evidence
@@ -26,7 +27,7 @@ class Rope(torch.nn.Module):
         self.register_buffer("cos_sin_cache", scale * torch.cat([angles.cos(), angles.sin()], -1))
         self.dims, self.interleaved = dims, interleaved
 
-    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, positions: Tensor, x: Tensor) -> Tensor:
         cos, sin = self.table(positions)[positions].float().chunk(2, -1)
         turn = torch.complex(cos, sin).unsqueeze(1)
         part, rest = x[..., : self.dims].float(), x[..., self.dims :]
@@ -38,8 +39,8 @@ class Rope(torch.nn.Module):
             part = torch.cat([half.real, half.imag], -1)
         return torch.cat([part.to(x.dtype), rest], -1)
 
-    def table(self, positions: torch.Tensor) -> torch.Tensor:
-        table: torch.Tensor = self.cos_sin_cache
+    def table(self, positions: Tensor) -> Tensor:
+        table: Tensor = self.cos_sin_cache
         return table
 
 
@@ -50,7 +51,7 @@ class SwitchingRope(Rope):
         super().__init__()
         self.by_batch = by_batch
 
-    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, positions: Tensor, x: Tensor) -> Tensor:
         long = positions > 512
         long = long.any().expand_as(long) if self.by_batch else long
         return torch.where(
@@ -70,7 +71,7 @@ class Norm(torch.nn.Module):
         if bias:
             self.bias = torch.nn.Parameter(torch.randn(shape))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         if self.kind == "layer":
             wide = wide - wide.mean(-1, keepdim=True)
@@ -120,7 +121,7 @@ class Attention(torch.nn.Module):
             for linear in self.linears.values():
                 linear.weight.mul_(4)
 
-    def parts(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def parts(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, K and V ``[n, heads, dim]`` as the linear modules leave them."""
         made = [linear(hidden) for linear in self.linears.values()]
         if self.layout == "separate":
@@ -136,12 +137,10 @@ class Attention(torch.nn.Module):
         q, k, v = (flat[part].reshape(len(hidden), -1, DIM) for part in "qkv")
         return q, k, v
 
-    def normed(self, norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def normed(self, norm: torch.nn.Module, x: Tensor) -> Tensor:
         return norm(x.flatten(1)).view_as(x) if self.over_all else norm(x)
 
-    def keys_and_values(
-        self, positions: torch.Tensor, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_and_values(self, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         _, k, v = self.parts(hidden)
         if self.norm_of_k is not None:
             k = self.normed(self.norm_of_k, k)
@@ -149,51 +148,47 @@ class Attention(torch.nn.Module):
             k = self.rope(positions, k)
         return k, v
 
-    def forward(self, positions: torch.Tensor, hidden: torch.Tensor, batch: object) -> None:
+    def forward(self, positions: Tensor, hidden: Tensor, batch: object) -> None:
         raise ProjectionReached(*self.keys_and_values(positions, hidden))
 
 
 class ModelTypeRope(Rope):
     """Torch's arithmetic in the model's type: cosines, sines and both products are rounded."""
 
-    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, positions: Tensor, x: Tensor) -> Tensor:
         cos, sin = self.cos_sin_cache[positions].to(x.dtype).unsqueeze(1).chunk(2, -1)
         a, b = x.chunk(2, -1)
         return torch.cat([self.turn(a, -b, cos, sin), self.turn(b, a, cos, sin)], -1)
 
-    def turn(
-        self, x: torch.Tensor, y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
+    def turn(self, x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return x * cos + y * sin
 
 
 class MultiplyAddRope(ModelTypeRope):
     """A multiply-add in the model's type rounds one product and the sum."""
 
-    def turn(
-        self, x: torch.Tensor, y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
+    def turn(self, x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return (x.float() * cos.float() + (y * sin).float()).to(x.dtype)
 
 
 class RoundedTableRope(Rope):
     """Cosines and sines in the model's type, as a compiler keeps them; float32 otherwise."""
 
-    def table(self, positions: torch.Tensor) -> torch.Tensor:
+    def table(self, positions: Tensor) -> Tensor:
         return self.cos_sin_cache.bfloat16()
 
 
 class CutTableRope(Rope):
     """Cosines and sines lose the bits that bfloat16 has no room for: no kernel does that."""
 
-    def table(self, positions: torch.Tensor) -> torch.Tensor:
+    def table(self, positions: Tensor) -> Tensor:
         return (self.cos_sin_cache.view(torch.int32) & ~0xFFFF).view(torch.float32)
 
 
 class TwiceRoundedNorm(Norm):
     """As transformers' RMSNorm: the normed K is rounded before the weight."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return self.weight * (wide * scale).to(x.dtype)
@@ -202,9 +197,7 @@ class TwiceRoundedNorm(Norm):
 class AtOnce(Attention):
     """Norm and RoPE in one kernel: nothing is rounded between them."""
 
-    def keys_and_values(
-        self, positions: torch.Tensor, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_and_values(self, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         _, k, v = self.parts(hidden)
         return self.rope(positions, self.norm_of_k(k.float())).to(k.dtype), v
 
@@ -218,13 +211,11 @@ def normed_twice() -> Attention:
 class Changed(Attention):
     """Llama, with something done to K or V that no spec can say."""
 
-    def __init__(self, change: Callable[[torch.Tensor, torch.Tensor], Any], **made: Any) -> None:
+    def __init__(self, change: Callable[[Tensor, Tensor], Any], **made: Any) -> None:
         super().__init__(rope=made.pop("rope", Rope()), **made)
         self.change = change
 
-    def keys_and_values(
-        self, positions: torch.Tensor, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_and_values(self, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         k, v = self.change(*super().keys_and_values(positions, hidden))
         return k, v
 
@@ -232,7 +223,7 @@ class Changed(Attention):
 class Clamped(Attention):
     """Cuts large numbers of the projection (DBRX, OLMo); the probe's are not that large."""
 
-    def parts(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def parts(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (part.clamp(-40, 40) for part in super().parts(hidden))
         return q, k, v
 
@@ -240,7 +231,7 @@ class Clamped(Attention):
 class Shifted(Rope):
     """From position 1000 on, one less."""
 
-    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, positions: Tensor, x: Tensor) -> Tensor:
         return super().forward(positions - (positions >= 1000).long(), x)
 
 
@@ -252,7 +243,7 @@ class NoTable(Rope):
         self.hidden_table = self.cos_sin_cache
         del self.cos_sin_cache
 
-    def table(self, positions: torch.Tensor) -> torch.Tensor:
+    def table(self, positions: Tensor) -> Tensor:
         return self.hidden_table
 
 
@@ -268,6 +259,6 @@ def evidence_of(layer: AttentionLayer) -> Evidence:
     return gather_evidence(layer, *tokens(dtype=dtype), POSITION_LIMIT)
 
 
-def tokens(n: int = PROBE, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+def tokens(n: int = PROBE, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Hidden states and positions of ``n`` tokens at the start of a prompt."""
     return torch.randn(n, HIDDEN).to(dtype), torch.arange(n)

@@ -6,24 +6,18 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 
-from bench.gpu.serve import METHODS, main
-from bench.gpu.serve_models import MODELS, config, write_model
+from bench.gpu.serve import METHODS
+from bench.gpu.serve_models import MODELS, config
 from bench.gpu.serve_requests import (
     DRY_LOADS,
-    LOADS,
-    METHODS_SERVED,
     RECOMPUTATION,
-    REFUSED,
-    refused_recomputation,
 )
-from bench.harness.methods import PAGE_SIZE
 from hcache_backend.plan.model_config import read_model
-from hcache_backend.server_report import ServerReport
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "gpu" / "serve.sh"
@@ -78,88 +72,6 @@ def test_the_dry_run_serves_in_hidden_mode_and_restores_what_was_asked(tmp_path:
     assert alone["gap_ms"] > 0 and beside["gap_ms"] > 0
 
 
-@needs_none
-def test_first_comes_a_model_with_fewer_kv_heads_in_the_mode_that_is_chosen(tmp_path: Path) -> None:
-    name, method = next((name, methods[0]) for name, methods in METHODS.items())
-    assert METHODS_SERVED[method].hcache == {"mode": "auto"}
-    steps = dry_run(tmp_path, "--model", name)
-    start, recomputation, *rows = steps[f"serve-{name}-{method}"]["rows"]["rows"]
-    assert "KV mode" in start["said"]
-    assert recomputation["right"]
-    whole = [load.requests * load.history for load in DRY_LOADS]
-    assert [row["from_l3"] for row in rows if "same_tokens" in row] == whole
-
-
-def report(
-    mode: Literal["hidden", "kv"], recomputation: str | None, refused: str | None
-) -> ServerReport:
-    return ServerReport(
-        time=0.0,
-        model="it",
-        mode=mode,
-        pages="own",
-        reason=None,
-        codec="exp4",
-        projection=(),
-        recomputation=recomputation,
-        unused={"recomputation": refused} if refused else {},
-    )
-
-
-@pytest.mark.parametrize(
-    ("method", "mode", "said", "refused", "why"),
-    [
-        ("hcache-eager", "kv", "K 100% equal", None, None),
-        ("hcache-eager", "kv", None, "no module", "no module"),
-        ("hcache-eager", "kv", None, None, "the server's report does not say that it recomputes"),
-        (
-            *("hcache-hidden", "hidden", None, None),
-            "the server's report does not say that it recomputes",
-        ),
-        ("hcache-kv", "kv", None, None, None),  # layer-wise: there is nothing to recompute
-    ],
-)
-def test_a_server_that_recomputes_nothing_is_told_from_one_that_need_not(
-    method: str,
-    mode: Literal["hidden", "kv"],
-    said: str | None,
-    refused: str | None,
-    why: str | None,
-) -> None:
-    served, left = METHODS_SERVED[method], report(mode, said, refused)
-    assert refused_recomputation(served, "", left) == why
-    log = f"a line\n[12:00] {REFUSED}K 53% equal)\nmore"
-    assert refused_recomputation(served, log, left) == "K 53% equal"
-
-
-@pytest.mark.parametrize("load", [*LOADS, *DRY_LOADS])
-def test_histories_are_whole_pages(load: Any) -> None:
-    assert load.history % PAGE_SIZE == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--dry-run", "--model", "Llama-3-70B"], "invalid choice: 'Llama-3-70B'"),
-        (["--dry-run", "--methods", "host"], "invalid choice: 'host'"),
-        pytest.param([], "no CUDA device; --dry-run does without", marks=needs_none),
-    ],
-)
-def test_what_cannot_be_served_is_refused(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["serve", "--out", str(tmp_path), *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_models_are_those_that_they_are_called(name: str, tmp_path: Path) -> None:
     stub_torchvision()
@@ -175,11 +87,6 @@ def test_models_are_those_that_they_are_called(name: str, tmp_path: Path) -> Non
     shape = read_model(tmp_path)
     assert [shape.layers, shape.hidden, shape.heads, shape.kv_heads] == sizes
     assert shape.element_bytes == 2
-    tiny = tmp_path / "tiny"
-    write_model(tiny, config(name, tiny=True), "cpu")
-    loaded = AutoModelForCausalLM.from_pretrained(tiny)
-    assert type(loaded) is type(model)
-    assert all(bool(weight.any()) for weight in loaded.parameters())
     assert list(MODELS) == list(SHAPES)
 
 

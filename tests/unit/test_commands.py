@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hcache_backend.cli import common, doctor, ingest, plan, store
 from hcache_backend.cli.common import human_bytes
 from hcache_backend.cli.main import app
-from hcache_backend.config import ConfigError, config_from_environment, parse_config, start_config
+from hcache_backend.config import ConfigError, parse_config, start_config
 from hcache_backend.format.page import PageLayout, StoredLayer, hidden_layer, kv_layer
 from hcache_backend.format.units import Segment, SegmentTable
 from hcache_backend.server_report import LayerGroup, ServerReport, read_report, write_report
@@ -38,19 +38,6 @@ def test_rates_as_people_read_them() -> None:
     assert shown == ["5 FLOP/s", "2.0 GFLOP/s", "3.0 TFLOP/s"]
 
 
-# ---- hcache ingest ----
-
-
-def test_a_document_that_is_gone_is_named(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text(name)
-    documents = ingest.find_documents([tmp_path / "a.txt", tmp_path / "b.txt"], {})
-    assert next(documents).content == "a.txt"
-    (tmp_path / "b.txt").unlink()
-    with pytest.raises(OSError, match=r"No such file.*b\.txt"):
-        next(documents)
-
-
 def test_what_happened_to_documents_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     said: dict[str, Any] = {
         "stored": 2,
@@ -64,9 +51,6 @@ def test_what_happened_to_documents_is_said(capsys: pytest.CaptureFixture[str]) 
     assert "4 pages dropped (L3)" in text and "2,048 bytes written (L3)" in text
     assert "L3 has too little room" in text
     assert "- doc 0: too {long} - doc 1: [red]" in text and "2 refused" in text
-
-
-# ---- hcache store, top, plan, profile, doctor ----
 
 
 def test_files_that_are_no_pages_have_no_codecs(tmp_path: Path) -> None:
@@ -96,9 +80,6 @@ def test_a_python_without_sglang_or_without_our_plugin_is_told(
     assert "not registered with SGLang" in second.detail
 
 
-# ---- errors ----
-
-
 def test_a_reader_that_goes_away_is_no_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in ``hcache ls | head``."""
 
@@ -113,17 +94,6 @@ def test_a_reader_that_goes_away_is_no_error_of_ours(monkeypatch: pytest.MonkeyP
 # ---- options ----
 
 
-def test_options_that_are_no_toml_are_told(tmp_path: Path) -> None:
-    (tmp_path / "hcache.toml").write_text("dirs = [")
-    with pytest.raises(ConfigError, match="is not TOML"):
-        config_from_environment({"HCACHE_CONFIG": f"@{tmp_path / 'hcache.toml'}"})
-
-
-def test_pairs_of_layers_are_numbers() -> None:
-    table = {"dirs": ["/mnt"], "codec": "krul", "mode": "kv", "krul": {"pairs": [[0, 2], [1, 3]]}}
-    assert parse_config(table, "test").krul.pairs == ((0, 2), (1, 3))
-
-
 EXTRA = {"module_path": "hcache_backend", "class_name": "HCacheStorage", "interface_v1": 1}
 
 
@@ -132,11 +102,16 @@ def nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HCACHE_CONFIG", raising=False)
 
 
+def hcache(*arguments: object) -> tuple[int, str]:
+    given = [str(argument) for argument in arguments]
+    done = CliRunner().invoke(app, given, env={"COLUMNS": "500"})
+    return done.exit_code, done.output
+
+
 def checked(folder: Path, table: Any, *options: str) -> tuple[int, str]:
     path = folder / "config.json"
     path.write_text(table if isinstance(table, str) else json.dumps(table))
-    done = CliRunner().invoke(app, ["config", str(path), *options], env={"COLUMNS": "500"})
-    return done.exit_code, done.output
+    return hcache("config", path, *options)
 
 
 @pytest.mark.parametrize(
@@ -180,10 +155,10 @@ def test_a_right_one_shows_its_options(tmp_path: Path) -> None:
     assert json.loads(said) == {"kind": "HCACHE_CONFIG", "options": shown}
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    for name in ("absent.toml", "absent.json"):
-        done = CliRunner().invoke(app, ["config", str(tmp_path / name)])
-        assert done.exit_code == 2 and "Traceback" not in done.output
+@pytest.mark.parametrize("name", ["absent.toml", "absent.json"])
+def test_a_file_that_is_not_there(name: str, tmp_path: Path) -> None:
+    status, said = hcache("config", tmp_path / name)
+    assert status == 2 and "Traceback" not in said
 
 
 BY_SPEC = LayerGroup(
@@ -193,21 +168,15 @@ BY_MODULE = LayerGroup(layers=(1,), method="generic", detail="V is nowhere", exa
 KV = ServerReport(
     time=0.0, model="m", mode="kv", pages="own", reason="LoRA", codec=None, projection=()
 )
-PLAIN = KV.model_copy(update={"pages": "plain"})
-MIXED = ServerReport(
-    time=0.0,
-    model="m",
-    mode="hidden",
-    pages="own",
-    reason=None,
-    codec="exp4",
-    projection=(BY_SPEC, BY_MODULE),
-)
-BEST = MIXED.model_copy(update={"projection": (BY_SPEC,)})
-ENCODED = KV.model_copy(update={"codec": "exp4"})
-RATES = KV.model_copy(update={"tokens_per_second": {"l3_read": 20480.4, "prefill": 915.0}})
-RECOMPUTING = BEST.model_copy(update={"recomputation": "K 100% equal"})
-WITHOUT = BEST.model_copy(update={"unused": {"recomputation": "LoRA", "b": "why"}})
+
+
+def reported(**changes: Any) -> ServerReport:
+    return KV.model_copy(update=changes)
+
+
+def hidden(**changes: Any) -> ServerReport:
+    common = {"mode": "hidden", "reason": None, "codec": "exp4", "projection": (BY_SPEC,)}
+    return reported(**common | changes)
 
 
 @pytest.fixture
@@ -218,28 +187,24 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def hcache(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == 0, result.output
-    return result.output
+def of_store(command: str, folder: Path, *options: str) -> str:
+    status, said = hcache(command, "-d", folder, *options)
+    assert status == 0, said
+    return said
 
 
-def last_server(folder: Path) -> Any:
-    [found] = json.loads(hcache("stats", "-d", folder, "--json"))["folders"]
-    return found["last_server"]
-
-
-def test_stats_says_what_mode_the_last_server_was_in(folder: Path) -> None:
-    assert last_server(folder) is None
-    assert "Last server" not in hcache("stats", "-d", folder)
-    write_report(folder, KV)
-    last = last_server(folder)
-    assert (last["mode"], last["reason"]) == ("kv", "LoRA")
-    write_report(folder, ENCODED)
+def test_stats_and_ls_say_what_mode_the_last_server_was_in(folder: Path) -> None:
+    assert "Last server" not in of_store("stats", folder)
+    write_report(folder, reported(codec="exp4"))
     for command in ("stats", "ls"):
-        said = hcache(command, "-d", folder)
+        said = of_store(command, folder)
         assert f"Last server of {folder}: m, started " in said
         assert said.endswith(": kv mode, own pages; LoRA; codec exp4\n")
+    [found] = json.loads(of_store("stats", folder, "--json"))["folders"]
+    listed = json.loads(of_store("ls", folder, "--json"))
+    assert listed["pages"] == []
+    for last in (found["last_server"], listed["last_servers"][str(folder)]):
+        assert (last["mode"], last["reason"], last["codec"]) == ("kv", "LoRA", "exp4")
 
 
 @pytest.mark.parametrize(
@@ -265,39 +230,44 @@ def test_stats_say_by_what_each_namespace_is_encoded(
     store = PageStore(parse_config({"dirs": [str(folder)]}, "test"), b"writer-1", background=False)
     assert store.put(b"n" * 16, [bytes(32)], [[page.data]], table=table) == [True]
     store.close()
-    [found] = json.loads(hcache("stats", "-d", folder, "--json"))["folders"]
+    [found] = json.loads(of_store("stats", folder, "--json"))["folders"]
     [space] = found["namespaces"].values()
     assert space["codec"] == codec
-    assert (codec or "-") in hcache("stats", "-d", folder)
-
-
-def test_ls_prints_what_the_last_server_said_as_json(folder: Path) -> None:
-    write_report(folder, ENCODED)
-    found = json.loads(hcache("ls", "-d", folder, "--json"))
-    assert found["pages"] == []
-    assert found["last_servers"][str(folder)]["codec"] == "exp4"
+    assert (codec or "-") in of_store("stats", folder)
 
 
 @pytest.mark.parametrize(
     ("report", "verdict", "said"),
     [
         (KV, "good", ": kv mode, own pages; LoRA"),
-        (ENCODED, "good", "; LoRA; codec exp4"),
-        (RATES, "good", "; LoRA; tokens per second: l3_read 20,480, prefill 915"),
-        (PLAIN, "fair", ": kv mode, plain pages; LoRA"),
+        (reported(codec="exp4"), "good", "; LoRA; codec exp4"),
         (
-            BEST,
+            reported(tokens_per_second={"l3_read": 20480.4, "prefill": 915.0}),
+            "good",
+            "; LoRA; tokens per second: l3_read 20,480, prefill 915",
+        ),
+        (reported(pages="plain"), "fair", ": kv mode, plain pages; LoRA"),
+        (
+            hidden(),
             "good",
             ": hidden mode, own pages; codec exp4; layers 0, 2 by spec: fused weight 512x256 "
             "(100% equal)",
         ),
         (
-            MIXED,
+            hidden(projection=(BY_SPEC, BY_MODULE)),
             "fair",
             "(100% equal); layers 1 by their attention modules: V is nowhere (99% equal)",
         ),
-        (RECOMPUTING, "good", "(100% equal); recomputed layers: K 100% equal"),
-        (WITHOUT, "good", "(100% equal); not used: recomputation (LoRA), b (why)"),
+        (
+            hidden(recomputation="K 100% equal"),
+            "good",
+            "(100% equal); recomputed layers: K 100% equal",
+        ),
+        (
+            hidden(unused={"recomputation": "LoRA", "b": "why"}),
+            "good",
+            "(100% equal); not used: recomputation (LoRA), b (why)",
+        ),
     ],
 )
 def test_doctor_says_how_the_last_server_projected_and_why(
@@ -305,11 +275,9 @@ def test_doctor_says_how_the_last_server_projected_and_why(
 ) -> None:
     write_report(folder, KV)
     write_report(folder, report)
-    names = [path.name for path in folder.iterdir()]
-    assert SERVER_REPORT in names
-    assert not [name for name in names if name.startswith(".")]
+    assert not list(folder.glob(".*"))
     assert read_report(folder) == report
-    checks = json.loads(hcache("doctor", "-d", folder, "--json"))["checks"]
+    checks = json.loads(of_store("doctor", folder, "--json"))["checks"]
     [check] = [check for check in checks if check["subject"] == f"{folder}: last server"]
     assert check["verdict"] == verdict
     assert check["detail"].endswith(said)
@@ -320,4 +288,4 @@ def test_doctor_says_how_the_last_server_projected_and_why(
 def test_a_report_that_cannot_be_read_is_no_report(text: bytes, folder: Path) -> None:
     (folder / SERVER_REPORT).write_bytes(text)
     assert read_report(folder) is None
-    assert "last server" not in hcache("doctor", "-d", folder)
+    assert "last server" not in of_store("doctor", folder)

@@ -1,23 +1,12 @@
 """Tables and pictures of the documentation are those that programs make of recorded results."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.harness.report import SMALLEST, WIDTH, ratio_axis, times
-from bench.record import (
-    PAGES,
-    RESULTS,
-    drawn,
-    marked,
-    program_of,
-    record,
-    recorded,
-    refreshed,
-    results_of,
-)
+from bench.harness.report import SMALLEST, WIDTH
+from bench.record import PAGES, RESULTS, drawn, marked, program_of, recorded, results_of
 from bench.record import table as made
 
 BLOCKS = [
@@ -34,24 +23,6 @@ def test_a_table_says_what_the_results_say(name: str, content: str) -> None:
 
 def test_all_results_of_programs_have_a_table_in_the_documentation() -> None:
     assert {str(block.values[0]).split()[0] for block in BLOCKS} == {*recorded()}
-
-
-def test_a_table_is_written_anew_between_its_marks_only() -> None:
-    page = "before\n<!-- results: demo -->\nold\n<!-- end -->\nbehind\n"
-    found = refreshed(page)
-    assert found == f"before\n<!-- results: demo -->\n{made('demo')}\n<!-- end -->\nbehind\n"
-    assert list(marked(found)) == [("demo", made("demo"))]
-
-
-def test_marks_with_nothing_between_them_get_their_table() -> None:
-    page = "<!-- results: eviction -->\n<!-- end -->\ntext\n<!-- results: paper -->\n<!-- end -->\n"
-    assert [name for name, _ in marked(refreshed(page))] == ["eviction", "paper"]
-    assert "\ntext\n" in refreshed(page)
-
-
-def test_results_that_are_missing_end_the_program(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"demo\.json is missing"):
-        record("demo", tmp_path)
 
 
 def test_what_pages_say_of_the_judgement_of_hits_is_what_was_measured() -> None:
@@ -123,20 +94,3 @@ def test_a_picture_has_a_title_and_letters_that_can_be_read(name: str) -> None:
 
 def test_every_picture_is_drawn_by_a_program() -> None:
     assert {path.stem for path in RESULTS.glob("*.png")} == {*drawn(), *OTHERS}
-
-
-def test_the_ticks_of_a_ratio_axis_are_powers_of_two() -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    axes = Figure().subplots()
-    axes.plot([0.25, 4], [0.1, 17])
-    ratio_axis(axes, "x", [0.25, 4])
-    assert [text.get_text() for text in axes.get_xticklabels()] == [
-        "1/4x",
-        "1/2x",
-        "1x",
-        "2x",
-        "4x",
-    ]
-    assert [times(value) for value in (0.125, 3)] == ["1/8x", "3x"]

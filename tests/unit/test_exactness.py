@@ -38,20 +38,17 @@ def test_a_distance_counts_the_numbers_between(kept: torch.dtype, steps: int) ->
 
 def test_what_cancelled_counts_in_the_places_of_its_head() -> None:
     k = torch.full((1, 1, 64), 1.0).bfloat16()
-    k[0, 0, 0] = 2.0**-20
     off = k.clone()
-    off[0, 0, 0] = 2.0**-19  # twice as much: 128 numbers further
+    k[0, 0, 0], off[0, 0, 0] = 2.0**-20, 2.0**-19  # twice as much: 128 numbers further
     assert kv_exactness((off, k), (k, k), torch.bfloat16).k.ulps < 0.01
 
 
-def test_what_is_not_finite_is_infinitely_far() -> None:
-    k = torch.ones(2, 1, 8)
-    for wrong in (math.nan, math.inf):
-        off = k.clone()
-        off[1, 0, 5] = wrong
-        assert kv_exactness((off, k), (k, k), torch.float32).k == Exactness(
-            16, 1, math.inf, math.inf
-        )
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_what_is_not_finite_is_infinitely_far(wrong: float) -> None:
+    k, off = torch.ones(2, 1, 8), torch.ones(2, 1, 8)
+    off[1, 0, 5] = wrong
+    found = kv_exactness((off, k), (k, k), torch.float32)
+    assert found.k == Exactness(16, 1, math.inf, math.inf)
 
 
 NOT_FINITE = Exactness(values=10_000, unequal=100, ulps=math.inf, rms=math.inf)
@@ -105,14 +102,12 @@ def test_a_product_may_sum_in_another_order_and_not_round_once_more(kept: torch.
 @pytest.mark.parametrize("kept", [*TOLERANCE], ids=str)
 def test_one_wrong_token_in_a_long_pass_is_too_far_off(kept: torch.dtype) -> None:
     torch.manual_seed(0)
-    right = torch.randn(48, 2, 64)
+    right = torch.randn(48, 2, 64).to(kept).float()
     wrong = right.clone()
-    wrong[17] = torch.randn(2, 64)
-    right, wrong = (rows.to(kept).float() for rows in (right, wrong))
+    wrong[17] = torch.randn(2, 64).to(kept).float()
     found = kv_exactness((wrong, right), (right, right), kept)
-    assert not found.as_good_as(
-        kv_exactness((right, right), (right, right), kept), Bound.of_pass(kept)
-    )
+    same = kv_exactness((right, right), (right, right), kept)
+    assert not found.as_good_as(same, Bound.of_pass(kept))
 
 
 def test_comparisons_add_up_and_the_worst_is_found() -> None:

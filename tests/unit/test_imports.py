@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hcache_backend"
 KERNELS = ROOT / "kernels"
@@ -79,34 +81,44 @@ def test_every_part_has_a_rank() -> None:
 ENTRANCE = PACKAGE / "tiers" / "storage.py"
 
 
-def test_dependencies_point_down() -> None:
-    for part, rank in RANKS.items():
-        above = [other for other in RANKS if other and RANKS[other] >= rank and other != part]
-        files = [path for path in modules() if part_of(path) == part and path != ENTRANCE]
-        assert importers(files, *(f"hcache_backend.{other}" for other in above)) == []
-
-
-PLUGINS = {"krul": PACKAGE / "start" / "page_plan.py"}
-"""Rooms that the core does without, and the one file that loads each if an option names it."""
-
-
-def test_the_core_does_not_import_plugins() -> None:
-    for room, loader in PLUGINS.items():
-        core = [path for path in modules() if part_of(path) != room and path != loader]
-        assert importers(core, f"hcache_backend.{room}") == []
+@pytest.mark.parametrize("part", RANKS)
+def test_dependencies_point_down(part: str) -> None:
+    above = [o for o in RANKS if o and RANKS[o] >= RANKS[part] and o != part]
+    files = [path for path in modules() if part_of(path) == part and path != ENTRANCE]
+    assert importers(files, *(f"hcache_backend.{other}" for other in above)) == []
 
 
 SEAM = ("sglang", "tiers", "start")
 """Rooms that import SGLang."""
 
+PLUGIN = ("krul", PACKAGE / "start" / "page_plan.py")
+"""A room that the core does without, and the one file that loads it if an option names it."""
 
-def test_few_rooms_import_sglang() -> None:
-    assert importers([p for p in modules() if part_of(p) not in SEAM], "sglang") == []
+KERNEL_FILES = sorted(KERNELS.rglob("*.py"))
 
 
-def test_the_product_imports_no_tests_and_no_benchmarks() -> None:
-    product = [*modules(), *KERNELS.rglob("*.py")]
-    assert importers(product, "tests", "pytest", "hcache_cpu_engine", "bench") == []
+@pytest.mark.parametrize(
+    ("files", "packages"),
+    [
+        ([p for p in modules() if part_of(p) not in SEAM], ["sglang"]),
+        (
+            [p for p in modules() if part_of(p) != PLUGIN[0] and p != PLUGIN[1]],
+            [f"hcache_backend.{PLUGIN[0]}"],
+        ),
+        ([*modules(), *KERNEL_FILES], ["tests", "pytest", "hcache_cpu_engine", "bench"]),
+        ([p for p in modules() if part_of(p) in ("store", "format", "config")], ["torch"]),
+        (KERNEL_FILES, ["hcache_backend", "sglang"]),
+    ],
+    ids=[
+        "SGLang in few rooms",
+        "no plug-in in the core",
+        "no tests and benchmarks in the product",
+        "no torch in the store and the page format",
+        "nothing of the backend in kernels",
+    ],
+)
+def test_what_is_not_imported(files: list[Path], packages: list[str]) -> None:
+    assert importers(files, *packages) == []
 
 
 def test_of_the_tests_benchmarks_import_the_cpu_engine_only() -> None:
@@ -114,17 +126,7 @@ def test_of_the_tests_benchmarks_import_the_cpu_engine_only() -> None:
     assert [line for line in found if "tests.cpu_engine." not in line] == []
 
 
-def test_the_store_and_the_page_format_import_no_torch() -> None:
-    light = [path for path in modules() if part_of(path) in ("store", "format", "config")]
-    assert importers(light, "torch") == []
-
-
-def test_kernels_import_nothing_of_the_backend() -> None:
-    assert importers(KERNELS.rglob("*.py"), "hcache_backend", "sglang") == []
-
-
 LIGHT = ("", "config", "format", "store")
-
 WITHOUT = """
 import importlib, sys
 
@@ -139,22 +141,19 @@ for name in {names!r}:
 """
 
 
-def import_all(names: list[str], absent: set[str]) -> None:
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize(
+    ("rooms", "absent"),
+    [(RANKS.keys() - SEAM, {"sglang"}), (LIGHT, {"sglang", "torch"})],
+    ids=["all others without SGLang", "what needs no tensors without torch"],
+)
+def test_rooms_import_without(rooms: Iterable[str], absent: set[str]) -> None:
+    names = [dotted(path) for path in modules() if part_of(path) in rooms]
     code = WITHOUT.format(absent=absent, names=names)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
-
-
-def dotted(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def test_all_other_rooms_import_without_sglang() -> None:
-    import_all([dotted(p) for p in modules() if part_of(p) not in SEAM], {"sglang"})
-
-
-def test_what_needs_no_tensors_imports_without_torch() -> None:
-    import_all([dotted(p) for p in modules() if part_of(p) in LIGHT], {"sglang", "torch"})

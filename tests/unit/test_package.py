@@ -18,13 +18,7 @@ from hcache_backend.cli.main import app
 from hcache_backend.config import parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXAMPLES = ROOT / "examples"
-
-
-def test_the_version_stands_in_one_place() -> None:
-    assert PROJECT["project"]["dynamic"] == ["version"]
-    assert "version" not in PROJECT["project"]
 
 
 def configs() -> dict[str, dict[str, Any]]:
@@ -73,13 +67,6 @@ def test_volumes_of_the_examples_are_the_folders_of_their_configs() -> None:
     assert pod["securityContext"]["fsGroup"] == 1000
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda p: p.name)
-def test_issue_templates_can_be_read(path: Path) -> None:
-    template = yaml.safe_load(path.read_text())
-    assert template["name"] and template["description"]
-    assert all(part["type"] in ("textarea", "input") for part in template["body"])
-
-
 PACKAGES = {"hcache_backend": ROOT / "hcache_backend", "hcache_kernels": ROOT / "kernels"}
 
 
@@ -113,22 +100,14 @@ def test_an_index_can_show_the_wheel(wheel: zipfile.ZipFile) -> None:
     found = HeaderParser().parsestr(wheel.read(name).decode())
     assert found["Version"] == __version__
     assert found["Description-Content-Type"] == "text/markdown"
-    assert found["Author"] and found["Keywords"] and found.get_all("Classifier")
     assert {"dev", "plot", "kvikio"} <= set(found.get_all("Provides-Extra") or ())
-    required = found.get_all("Requires-Dist") or []
-    assert 'triton; platform_system == "Linux"' in required
+    assert 'triton; platform_system == "Linux"' in (found.get_all("Requires-Dist") or [])
     [entries] = [name for name in wheel.namelist() if name.endswith("/entry_points.txt")]
     assert "[sglang.srt.plugins]" in wheel.read(entries).decode()
 
 
 def test_the_command_says_its_version() -> None:
     assert CliRunner().invoke(app, ["--version"]).output == f"hcache-backend {__version__}\n"
-
-
-def test_the_example_of_a_configuration_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HCACHE_CONFIG", raising=False)
-    done = CliRunner().invoke(app, ["config", str(EXAMPLES / "hcache.toml")])
-    assert done.exit_code == 0 and "quota_bytes = 500000000000" in done.output
 
 
 def test_prometheus_in_the_example_loads_the_alerts() -> None:

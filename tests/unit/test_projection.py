@@ -56,29 +56,34 @@ def test_a_call_is_learned_by_what_its_arguments_are_not_by_their_names() -> Non
 
     names, _ = learn_call(Odd(), (HIDDEN, POSITIONS.clone()), {"b": Batch()}, POSITIONS, Batch)
     assert names == {"hidden": "x", "positions": "where", "batch": "b"}
+    names, _ = learn_call(Odd(), (HIDDEN, Batch()), {}, POSITIONS, Batch)
+    assert names == {"hidden": "x", "batch": "where"}
 
-    class WithoutPositions(torch.nn.Module):
-        def forward(self, hidden_states: Any, forward_batch: Any) -> None: ...
 
-    names, _ = learn_call(WithoutPositions(), (HIDDEN, Batch()), {}, POSITIONS, Batch)
-    assert "positions" not in names
+def test_keywords_of_a_call_are_learned_by_name() -> None:
+    class Open(torch.nn.Module):
+        def forward(self, **given: Any) -> None: ...
+
+    given = {"positions": POSITIONS, "hidden_states": HIDDEN, "batch": Batch()}
+    names, _ = learn_call(Open(), (), given, POSITIONS, Batch)
+    assert names == {"positions": "positions", "hidden": "hidden_states", "batch": "batch"}
+    with pytest.raises(UnknownCall, match="takes no hidden states"):
+        learn_call(Open(), (), {"positions": POSITIONS}, POSITIONS, Batch)
 
 
 @pytest.mark.parametrize(
-    ("extra", "message"),
+    ("mask", "message"),
     [
-        ({"mask": torch.ones(6, 6, dtype=torch.bool)}, r"takes a tensor 'mask' of shape \(6, 6\)"),
-        ({"mask": [HIDDEN]}, "takes 'mask', a list"),
+        (torch.ones(6, 6).bool(), r"takes a tensor 'mask' of shape \(6, 6\)"),
+        ([HIDDEN], "takes 'mask', a list"),
     ],
 )
-def test_an_argument_that_depends_on_the_tokens_is_refused(
-    extra: dict[str, Any], message: str
-) -> None:
+def test_an_argument_that_depends_on_the_tokens_is_refused(mask: Any, message: str) -> None:
     class Masked(torch.nn.Module):
         def forward(self, hidden_states: Any, mask: Any) -> None: ...
 
     with pytest.raises(UnknownCall, match=message):
-        learn_call(Masked(), (HIDDEN,), extra, POSITIONS, Batch)
+        learn_call(Masked(), (HIDDEN, mask), {}, POSITIONS, Batch)
 
 
 def test_projection_repeats_the_call_with_other_tokens_and_its_constants() -> None:
@@ -91,19 +96,23 @@ def test_projection_repeats_the_call_with_other_tokens_and_its_constants() -> No
     torch.testing.assert_close(v, want_v.view(3, 2, 4))
 
 
-def test_a_module_that_does_not_reach_attention_is_an_error() -> None:
-    class NoAttention(torch.nn.Module):
-        def forward(self, hidden_states: Any) -> Any:
-            return hidden_states
+class NoAttention(torch.nn.Module):
+    def forward(self, hidden_states: Any) -> Any:
+        return hidden_states
 
-    class SharedKV(torch.nn.Module):
-        def forward(self, hidden_states: Any) -> Any:
-            raise ProjectionReached(None, None)
 
-    with pytest.raises(ProjectionFailed, match="did not call attention"):
-        project_with_module(layer_of(NoAttention(), HIDDEN), HIDDEN, POSITIONS)
-    with pytest.raises(ProjectionFailed, match="no K and V of its own"):
-        project_with_module(layer_of(SharedKV(), HIDDEN), HIDDEN, POSITIONS)
+class SharedKV(torch.nn.Module):
+    def forward(self, hidden_states: Any) -> Any:
+        raise ProjectionReached(None, None)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [(NoAttention(), "did not call attention"), (SharedKV(), "no K and V of its own")],
+)
+def test_a_module_that_makes_no_k_and_v_is_an_error(module: torch.nn.Module, message: str) -> None:
+    with pytest.raises(ProjectionFailed, match=message):
+        project_with_module(layer_of(module, HIDDEN), HIDDEN, POSITIONS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -128,25 +137,20 @@ def test_one_wrong_head_or_one_nan_is_enough() -> None:
 
 
 class Pool:
-    """A pool of which one half of the layers can only be written by itself."""
+    """A pool whose second layer can only be written by itself."""
 
     dtype = torch.float32
 
     def __init__(self) -> None:
         shape = (300, modules.HEADS, modules.DIM)
-        self.pools = [KVPool(torch.full(shape, 7.0), torch.full(shape, 7.0)) for _ in range(2)]
+        self.buffers = KVPool(torch.full(shape, 7.0), torch.full(shape, 7.0))
 
     def of_layer(self, layer: AttentionLayer) -> KVPool | None:
-        return self.pools[0] if layer.index == 0 else None
+        return self.buffers if layer.index == 0 else None
 
     def store(self, kernel: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.pools[kernel.layer_id].k[slots] = k
-        self.pools[kernel.layer_id].v[slots] = v
-
-    def fetch(
-        self, kernel: Any, slots: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotImplementedError
+        self.buffers.k[slots] = k
+        self.buffers.v[slots] = v
 
 
 @pytest.mark.parametrize(
@@ -162,9 +166,7 @@ class Pool:
 def test_the_projector_writes_the_named_slots_and_no_others(
     made: dict[str, Any], by_spec: bool, index: int
 ) -> None:
-    kernel = torch.nn.Identity()
-    kernel.layer_id = index
-    layer = replace(modules.layer_of(modules.Attention(**made)), index=index, kernel=kernel)
+    layer = replace(modules.layer_of(modules.Attention(**made)), index=index)
     hidden, positions = modules.tokens()
     pool = Pool()
     projector = Projector(pool, 2)
@@ -176,7 +178,7 @@ def test_the_projector_writes_the_named_slots_and_no_others(
     others = torch.ones(300, dtype=torch.bool)
     others[slots] = False
     want = project_with_module(layer, hidden, positions)
-    for buffer, right in zip((pool.pools[index].k, pool.pools[index].v), want, strict=True):
+    for buffer, right in zip((pool.buffers.k, pool.buffers.v), want, strict=True):
         torch.testing.assert_close(buffer[slots], right)
         assert (buffer[others] == 7).all()
     for got, right in zip(projector.project(layer, hidden, positions), want, strict=True):

@@ -58,117 +58,111 @@ def found(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> LayerS
     return find_spec(layer, evidence_of(layer))
 
 
-MODULES: dict[str, tuple[Callable[[], Attention], str]] = {
-    "Llama": (lambda: Attention(rope=Rope()), "fused weight 128x96, RoPE neox 16"),
-    "Qwen2: bias, GQA": (
-        lambda: Attention(rope=Rope(), bias=True, q_heads=7),
-        "fused weight 128x96, bias, RoPE neox 16",
-    ),
-    "Qwen3: norm of a head": (
-        lambda: Attention(rope=Rope(), norm={}),
-        "fused weight 128x96, rms norm over a head, RoPE neox 16",
-    ),
+NEOX, FUSED, PARTS = "RoPE neox 16", "fused weight 128x96", "128 columns of one module"
+LLAMA = f"{FUSED}, {NEOX}"
+QWEN3 = f"{FUSED}, rms norm over a head, {NEOX}"
+OVER_ALL = {"norm": {}, "norm_shape": (HEADS * DIM,), "over_all": True}
+LAYER_NORM = {"norm": {"kind": "layer"}, "norm_shape": (HEADS, DIM)}
+MODULES: dict[str, tuple[dict[str, Any], str]] = {
+    # arguments of the module, with those of its RoPE; description of the spec
+    "Llama": ({"rope": {}}, LLAMA),
+    "Qwen2: bias, GQA": ({"rope": {}, "bias": True, "q_heads": 7}, f"{FUSED}, bias, {NEOX}"),
+    "Qwen3: norm of a head": ({"rope": {}, "norm": {}}, QWEN3),
     "OLMo2: norm of all heads": (
-        lambda: Attention(rope=Rope(), norm={}, norm_shape=(HEADS * DIM,), over_all=True),
-        "fused weight 128x96, rms norm over all heads, RoPE neox 16",
+        {"rope": {}, **OVER_ALL},
+        f"{FUSED}, rms norm over all heads, {NEOX}",
     ),
-    "OPT: bias, no RoPE": (lambda: Attention(bias=True), "fused weight 128x96, bias"),
-    "partial RoPE": (lambda: Attention(rope=Rope(4)), "fused weight 128x96, RoPE neox 4"),
-    "interleaved RoPE": (
-        lambda: Attention(rope=Rope(interleaved=True)),
-        "fused weight 128x96, RoPE interleaved 16",
-    ),
+    "OPT: bias, no RoPE": ({"bias": True}, f"{FUSED}, bias"),
+    "partial RoPE": ({"rope": {"dims": 4}}, f"{FUSED}, RoPE neox 4"),
+    "interleaved RoPE": ({"rope": {"interleaved": True}}, f"{FUSED}, RoPE interleaved 16"),
     "partial interleaved RoPE": (
-        lambda: Attention(rope=Rope(8, interleaved=True), bias=True),
-        "fused weight 128x96, bias, RoPE interleaved 8",
+        {"rope": {"dims": 8, "interleaved": True}, "bias": True},
+        f"{FUSED}, bias, RoPE interleaved 8",
     ),
-    "RoPE whose table is scaled (yarn)": (
-        lambda: Attention(rope=Rope(scale=1.2)),
-        "fused weight 128x96, RoPE neox 16",
-    ),
-    "Gemma: the weight is an offset from 1": (
-        lambda: Attention(rope=Rope(), norm={"offset": 1}),
-        "fused weight 128x96, rms norm over a head, RoPE neox 16",
-    ),
+    "RoPE whose table is scaled (yarn)": ({"rope": {"scale": 1.2}}, LLAMA),
+    "Gemma: the weight is an offset from 1": ({"rope": {}, "norm": {"offset": 1}}, QWEN3),
     "LayerNorm of a head, with bias": (
-        lambda: Attention(rope=Rope(4), norm={"kind": "layer", "bias": True}),
-        "fused weight 128x96, layer norm over a head, RoPE neox 4",
+        {"rope": {"dims": 4}, "norm": {"kind": "layer", "bias": True}},
+        f"{FUSED}, layer norm over a head, RoPE neox 4",
     ),
     "Cohere: every head has its norm": (
-        lambda: Attention(norm={"kind": "layer"}, norm_shape=(HEADS, DIM), rope=Rope()),
-        "fused weight 128x96, layer norm over a head, RoPE neox 16",
+        {"rope": {}, **LAYER_NORM},
+        f"{FUSED}, layer norm over a head, {NEOX}",
     ),
-    "norm without a weight": (
-        lambda: Attention(norm={}, norm_shape=(), rope=Rope()),
-        "fused weight 128x96, rms norm over a head, RoPE neox 16",
-    ),
-    "K and V before q": (
-        lambda: Attention("kvq", rope=Rope(), bias=True),
-        "fused weight 128x96, bias, RoPE neox 16",
-    ),
-    "V before K": (
-        lambda: Attention("vkq", rope=Rope()),
-        "128 columns of one module, RoPE neox 16",
-    ),
-    "a module for q and one for K and V": (
-        lambda: Attention("q+kv", rope=Rope(), norm={}),
-        "fused weight 128x96, rms norm over a head, RoPE neox 16",
-    ),
+    "norm without a weight": ({"rope": {}, "norm": {}, "norm_shape": ()}, QWEN3),
+    "K and V before q": ({"layout": "kvq", "rope": {}, "bias": True}, f"{FUSED}, bias, {NEOX}"),
+    "V before K": ({"layout": "vkq", "rope": {}}, f"{PARTS}, {NEOX}"),
+    "a module for q and one for K and V": ({"layout": "q+kv", "rope": {}, "norm": {}}, QWEN3),
     "a module for each": (
-        lambda: Attention("separate", rope=Rope(), bias=True),
-        "128 columns of two modules, bias, RoPE neox 16",
+        {"layout": "separate", "rope": {}, "bias": True},
+        f"128 columns of two modules, bias, {NEOX}",
     ),
     "GPT-NeoX: q, k and v of a head together": (
-        lambda: Attention("heads", rope=Rope(4), bias=True),
-        "128 columns of one module, bias, RoPE neox 4",
+        {"layout": "heads", "rope": {"dims": 4}, "bias": True},
+        f"{PARTS}, bias, RoPE neox 4",
     ),
     "q, k and v of a head together, normed over all": (
-        lambda: Attention("heads", rope=Rope(), norm={}, norm_shape=(HEADS * DIM,), over_all=True),
-        "128 columns of one module, rms norm over all heads, RoPE neox 16",
+        {"layout": "heads", "rope": {}, **OVER_ALL},
+        f"{PARTS}, rms norm over all heads, {NEOX}",
     ),
 }
+
+
+def make(name: str) -> Attention:
+    given = dict(MODULES[name][0])
+    rope = given.pop("rope", None)
+    return Attention(rope=None if rope is None else Rope(**rope), **given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", MODULES)
 def test_a_spec_is_found_and_gives_the_modules_k_and_v(name: str, dtype: torch.dtype) -> None:
-    module, description = MODULES[name]
-    layer = layer_of(module(), dtype)
+    layer = layer_of(make(name), dtype)
     spec = find_spec(layer, evidence_of(layer))
-    assert spec.describe() == description
+    assert spec.describe() == MODULES[name][1]
     hidden, _ = tokens(200, dtype)
     positions = torch.randint(POSITION_LIMIT, (200,))
     want = project_with_module(layer, hidden, positions)
     torch.testing.assert_close(spec.compute(hidden, positions), want)
 
 
-LLAMA = "fused weight 128x96, RoPE neox 16"
-QWEN3 = "fused weight 128x96, rms norm over a head, RoPE neox 16"
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MODULES)
+def test_specs_on_the_gpu_use_its_kernels(name: str, dtype: torch.dtype) -> None:
+    layer = layer_of(make(name).to("cuda"), dtype)
+    hidden, positions = (part.to("cuda") for part in tokens(dtype=dtype))
+    evidence = gather_evidence(layer, hidden, positions, POSITION_LIMIT)
+    spec = find_spec(layer, evidence)
+    assert spec.describe() == MODULES[name][1]
+    assert spec_problem(spec, evidence) is None
 
 
-@pytest.mark.parametrize(
-    ("module", "description"),
-    [
-        (lambda: Attention(rope=Rope()), LLAMA),
-        (
-            lambda: Attention(rope=ModelTypeRope()),
-            f"{LLAMA}, rounding table + cos products + sin products",
-        ),
-        (lambda: Attention(rope=MultiplyAddRope()), f"{LLAMA}, rounding table + sin products"),
-        (lambda: Attention(rope=RoundedTableRope()), f"{LLAMA}, rounding table"),
-        (lambda: Attention(rope=Rope(), norm={}), QWEN3),
-        (
-            lambda: Attention(rope=ModelTypeRope(), norm={}),
-            f"{QWEN3}, rounding norm + table + cos products + sin products",
-        ),
-        (normed_twice, f"{QWEN3}, rounding normed + norm"),
-        (lambda: AtOnce(rope=Rope(), norm={}), f"{QWEN3}, rounding nothing"),
-    ],
-)
-def test_the_modules_rounding_is_found_and_any_other_fails_the_proof(
-    module: Callable[[], Attention], description: str
-) -> None:
-    layer, evidence = with_float32_table(module())
+def with_float32_table(module: Attention) -> tuple[AttentionLayer, Evidence]:
+    """A bfloat16 layer whose RoPE keeps its table in float32, as SGLang does on CUDA."""
+    table = module.rope.cos_sin_cache.clone()
+    layer = layer_of(module, torch.bfloat16)
+    module.rope.cos_sin_cache = table
+    return layer, evidence_of(layer)
+
+
+ALL_OF_ROPE = "table + cos products + sin products"
+ROUNDINGS: dict[str, Callable[[], Attention]] = {
+    LLAMA: lambda: Attention(rope=Rope()),
+    f"{LLAMA}, rounding {ALL_OF_ROPE}": lambda: Attention(rope=ModelTypeRope()),
+    f"{LLAMA}, rounding table + sin products": lambda: Attention(rope=MultiplyAddRope()),
+    f"{LLAMA}, rounding table": lambda: Attention(rope=RoundedTableRope()),
+    QWEN3: lambda: Attention(rope=Rope(), norm={}),
+    f"{QWEN3}, rounding norm + {ALL_OF_ROPE}": lambda: Attention(rope=ModelTypeRope(), norm={}),
+    f"{QWEN3}, rounding normed + norm": normed_twice,
+    f"{QWEN3}, rounding nothing": lambda: AtOnce(rope=Rope(), norm={}),
+}
+
+
+@pytest.mark.parametrize("description", ROUNDINGS)
+def test_the_modules_rounding_is_found_and_any_other_fails_the_proof(description: str) -> None:
+    layer, evidence = with_float32_table(ROUNDINGS[description]())
     spec = find_spec(layer, evidence)
     assert spec.describe() == description
     right = spec_exactness(spec, evidence.samples)
@@ -187,66 +181,37 @@ def test_a_rounding_that_no_kernel_has_is_left_to_the_module() -> None:
     assert refused.value.reached.k.unequal > 0.1 * refused.value.reached.k.values
 
 
-def with_float32_table(module: Attention) -> tuple[AttentionLayer, Evidence]:
-    """A bfloat16 layer whose RoPE keeps its table in float32, as SGLang does on CUDA."""
-    table = module.rope.cos_sin_cache.clone()
-    layer = layer_of(module, torch.bfloat16)
-    module.rope.cos_sin_cache = table
-    return layer, evidence_of(layer)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", MODULES)
-def test_specs_on_the_gpu_use_its_kernels(name: str, dtype: torch.dtype) -> None:
-    module, description = MODULES[name]
-    layer = layer_of(module().to("cuda"), dtype)
-    hidden, positions = (part.to("cuda") for part in tokens(dtype=dtype))
-    evidence = gather_evidence(layer, hidden, positions, POSITION_LIMIT)
-    spec = find_spec(layer, evidence)
-    assert spec.describe() == description
-    assert spec_problem(spec, evidence) is None
-
-
 K_UNKNOWN = "K is made by no norm and RoPE that its attention module shows"
 V_UNKNOWN = "V is not a part of what a linear module gives for the hidden states"
 
 
-@pytest.mark.parametrize(
-    ("module", "reason"),
-    [
-        (lambda: Changed(lambda k, v: (1.1 * k, v)), K_UNKNOWN),
-        (lambda: Changed(lambda k, v: (k.flip(-1), v)), K_UNKNOWN),
-        (lambda: Changed(lambda k, v: (k, Norm(DIM)(v))), V_UNKNOWN),
-        (lambda: Changed(lambda k, v: (k, v + 0.1)), V_UNKNOWN),
-        (lambda: Changed(lambda k, v: (k, v[..., :8])), "K has heads of 16 and V of 8"),
-        (lambda: Clamped(rope=Rope()), "of loud hidden states differ"),
-        (lambda: Attention(rope=Shifted()), "K of the probe's tokens at other positions differ"),
-        (lambda: Attention(rope=SwitchingRope(by_batch=False)), "at other positions differ"),
-        (lambda: Attention(rope=NoTable()), K_UNKNOWN),
-        (
-            lambda: Changed(lambda k, v: (k + 0.01, v), rope=None, bias=True),
-            "K of quiet hidden states differ",
-        ),
-    ],
-    ids=[
-        "K scaled",
-        "K turned round",
-        "V normed",
-        "V shifted",
-        "V narrower",
-        "clamped",
-        "RoPE shifted far out",
-        "RoPE switched far out",
-        "RoPE without table",
-        "K shifted",
-    ],
-)
-def test_what_no_spec_says_is_left_to_the_module(
-    module: Callable[[], Attention], reason: str
-) -> None:
+LEFT_ALONE: dict[str, tuple[Callable[[], Attention], str]] = {
+    "K scaled": (lambda: Changed(lambda k, v: (1.1 * k, v)), K_UNKNOWN),
+    "K turned round": (lambda: Changed(lambda k, v: (k.flip(-1), v)), K_UNKNOWN),
+    "V normed": (lambda: Changed(lambda k, v: (k, Norm(DIM)(v))), V_UNKNOWN),
+    "V shifted": (lambda: Changed(lambda k, v: (k, v + 0.1)), V_UNKNOWN),
+    "V narrower": (lambda: Changed(lambda k, v: (k, v[..., :8])), "K has heads of 16 and V of 8"),
+    "clamped": (lambda: Clamped(rope=Rope()), "of loud hidden states differ"),
+    "RoPE shifted far out": (
+        lambda: Attention(rope=Shifted()),
+        "K of the probe's tokens at other positions differ",
+    ),
+    "RoPE switched far out": (
+        lambda: Attention(rope=SwitchingRope(by_batch=False)),
+        "at other positions differ",
+    ),
+    "RoPE without table": (lambda: Attention(rope=NoTable()), K_UNKNOWN),
+    "K shifted": (
+        lambda: Changed(lambda k, v: (k + 0.01, v), rope=None, bias=True),
+        "K of quiet hidden states differ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_what_no_spec_says_is_left_to_the_module(name: str) -> None:
     # In bfloat16, where the proof is weakest.
+    module, reason = LEFT_ALONE[name]
     with pytest.raises(NoSpec) as refused:
         found(module(), torch.bfloat16)
     assert reason in str(refused.value)
@@ -263,43 +228,42 @@ def test_a_rope_that_is_switched_by_other_tokens_rules_out_restoring_at_all() ->
 
 def wrong_specs(right: LayerSpec, module: Attention) -> dict[str, LayerSpec]:
     """Specs that are wrong in one thing each, most of them plausible."""
-    linear, k, v, rotary = right.k.linear, right.k.starts, right.v.starts, right.rotary
+    k, v, rotary = right.k.starts, right.v.starts, right.rotary
     assert rotary is not None and right.norm is not None
     other_epsilon = Norm(DIM)
     other_epsilon.weight, other_epsilon.variance_epsilon = module.norm_of_k.weight, 1e-3
-
     short_table = Rope()
     short_table.cos_sin_cache = short_table.cos_sin_cache[:512]
+
+    def columns(*starts: int) -> Columns:
+        return Columns(right.k.linear, starts, DIM)
+
+    def parts(**changes: Any) -> LayerSpec:
+        return replace(right, fused=False, **changes)
 
     def norm(**changes: Any) -> LayerSpec:
         return replace(right, norm=replace(right.norm, **changes))
 
+    def rope(table: Rope) -> LayerSpec:
+        return replace(right, rotary=RotaryTable(table, "neox"))
+
+    one_further = {"k": columns(*(s - 1 for s in k)), "v": columns(*(s - 1 for s in v))}
     return {
-        "K and V swapped": replace(right, k=right.v, v=right.k, fused=False),
-        "q for K": replace(
-            right, k=Columns(linear, tuple(s - HEADS * DIM for s in k), DIM), fused=False
-        ),
-        "heads of K in another order": replace(
-            right, k=Columns(linear, k[1:] + k[:1], DIM), fused=False
-        ),
-        "last two heads of V swapped": replace(
-            right, v=Columns(linear, (*v[:-2], v[-1], v[-2]), DIM), fused=False
-        ),
-        "rows one further": replace(
-            right,
-            k=Columns(linear, tuple(s - 1 for s in k), DIM),
-            v=Columns(linear, tuple(s - 1 for s in v), DIM),
-        ),
+        "K and V swapped": parts(k=right.v, v=right.k),
+        "q for K": parts(k=columns(*(s - HEADS * DIM for s in k))),
+        "heads of K in another order": parts(k=columns(*k[1:], k[0])),
+        "last two heads of V swapped": parts(v=columns(*v[:-2], v[-1], v[-2])),
+        "rows one further": replace(right, **one_further),
         "no RoPE": replace(right, rotary=None),
         "the other RoPE style": replace(right, rotary=replace(rotary, style="interleaved")),
-        "RoPE on half a head": replace(right, rotary=RotaryTable(Rope(DIM // 2), "neox")),
-        "RoPE of another base": replace(right, rotary=RotaryTable(Rope(base=501.0), "neox")),
+        "RoPE on half a head": rope(Rope(DIM // 2)),
+        "RoPE of another base": rope(Rope(base=501.0)),
         "no norm": replace(right, norm=None),
         "the norm of q": norm(module=module.norm_of_q),
         "LayerNorm": norm(kind="layer"),
         "norm over all heads": norm(over="all", module=Norm()),
         "weight plus one": norm(offset=1),
-        "a table that ends too early": replace(right, rotary=RotaryTable(short_table, "neox")),
+        "a table that ends too early": rope(short_table),
         "another epsilon": norm(module=other_epsilon),
     }
 
@@ -375,7 +339,7 @@ UPDATES: dict[str, Callable[[torch.nn.Module, str], None]] = {
 def test_new_weights_and_longer_tables_are_used_at_once(
     name: str, update: Callable[[torch.nn.Module, str], None]
 ) -> None:
-    module = MODULES[name][0]()
+    module = make(name)
     layer = layer_of(module)
     spec = find_spec(layer, evidence_of(layer))
     hidden, positions = tokens()

@@ -53,14 +53,8 @@ def test_pages_and_shadows_are_those_of_servers() -> None:
         "hidden mode: 8 layers from hidden states, 2101248 bytes a 64-token page, codec none, "
         "202 host pages, 69 shadows"
     )
-    found = sized(
-        4,
-        Partition(0, 8, 0),
-        1024,
-        device_tokens=4352,
-        conversations=202,
-        tokens=64 + 63,  # the part of a page is not kept
-    )
+    memory = {"device_tokens": 4352, "conversations": 202}
+    found = sized(4, Partition(0, 8, 0), 1024, **memory, tokens=64 + 63)  # a part is not kept
     assert f"{found.page_bytes} bytes a 64-token page" in said
     assert said.endswith(f"{found.pages} host pages, {found.shadows} shadows")
 

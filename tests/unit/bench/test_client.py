@@ -1,4 +1,5 @@
-"""The clients against servers that answer as SGLang does, or do not."""
+"""The clients of ``hcache ingest`` and of benchmarks, against servers that answer as SGLang does,
+or do not."""
 
 import asyncio
 import json
@@ -30,6 +31,10 @@ def chunk(ids: Sequence[int], count: int, finished: bool = False, **meta: Any) -
     }
 
 
+TOO_LONG = {"error": {"message": "too long"}}
+ABORTED = chunk([1], 1, finish_reason={"type": "abort", "message": "cut"})
+
+
 def streams(*events: dict[str, Any], seen: list[Any] | None = None) -> Handler:
     """A ``/generate`` that sends ``events``; what it was asked goes to ``seen``."""
 
@@ -46,30 +51,25 @@ def streams(*events: dict[str, Any], seen: list[Any] | None = None) -> Handler:
     return handler
 
 
-def answers(status: int, body: str) -> Handler:
+def answers(status: int, body: object) -> Handler:
     async def handler(request: web.Request) -> web.StreamResponse:
-        return web.Response(status=status, text=body)
+        text = body if isinstance(body, str) else json.dumps(body)
+        return web.Response(status=status, text=text)
 
     return handler
 
 
-def as_json(body: object) -> Handler:
-    return answers(200, json.dumps(body))
-
-
-async def ask(
+async def _ask(
     path: str,
     handler: Handler,
     what: Callable[[StreamingClient], Awaitable[Any]],
-    key: str | None = None,
+    key: str | None,
 ) -> Any:
-    """What a client does with a server that has ``handler`` at ``path``."""
     app = web.Application()
     app.router.add_route("*", path, handler)
     runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
         port = runner.addresses[0][1]
         async with StreamingClient(f"http://127.0.0.1:{port}/", key) as client:
@@ -78,139 +78,90 @@ async def ask(
         await runner.cleanup()
 
 
-def generate(
-    handler: Handler, prompt: Sequence[int] | str = (1, 2), key: str | None = None
-) -> Reply:
-    async def one(client: StreamingClient) -> Reply:
-        return await client.generate(prompt, 3)
+def ask(path: str, handler: Handler, what: Callable[..., Any], key: str | None = None) -> Any:
+    """What a client does with a server that has ``handler`` at ``path``."""
+    return asyncio.run(_ask(path, handler, what, key))
 
-    reply = asyncio.run(ask("/generate", handler, one, key))
-    assert isinstance(reply, Reply)
+
+def generate(handler: Handler, prompt: Sequence[int] | str = (1, 2), **given: Any) -> Reply:
+    key = given.pop("key", None)
+    reply: Reply = ask("/generate", handler, lambda one: one.generate(prompt, 3, **given), key)
     return reply
 
 
 @pytest.mark.parametrize(
-    "events",
+    ("events", "ids", "gaps"),
     [
-        [chunk([7], 1), chunk([7, 8], 2), chunk([7, 8, 9], 3, True)],
-        [chunk([7], 1), chunk([8], 2), chunk([9], 3, True)],
+        ([chunk([7], 1), chunk([7, 8], 2), chunk([7, 8, 9], 3, True)], [7, 8, 9], 2),
+        ([chunk([7], 1), chunk([8], 2), chunk([9], 3, True)], [7, 8, 9], 2),
+        ([chunk([1], 1), chunk([1, 2, 3], 3, True)], [1, 2, 3], 2),
+        ([chunk([], 0), chunk([4], 1), chunk([4], 1, True)], [4], 0),
     ],
-    ids=["all so far", "only the new ones"],
+    ids=["all so far", "only the new ones", "two at once", "an event without a new token"],
 )
-def test_a_stream_is_put_together(events: list[dict[str, Any]]) -> None:
+def test_a_stream_is_put_together(events: list[dict[str, Any]], ids: list[int], gaps: int) -> None:
     reply = generate(streams(*events))
-    assert reply.output_ids == [7, 8, 9]
-    assert reply.prompt_tokens == 5
-    assert len(reply.gaps_s) == 2
-    assert reply.ttft_s + sum(reply.gaps_s) == pytest.approx(reply.latency_s)
+    assert (reply.output_ids, reply.prompt_tokens, len(reply.gaps_s)) == (ids, 5, gaps)
+    assert all(gap > 0 for gap in reply.gaps_s)
 
 
-def test_tokens_that_come_together_share_the_time_since_those_before() -> None:
-    reply = generate(streams(chunk([1], 1), chunk([1, 2, 3], 3, True)))
-    assert len(reply.gaps_s) == 2
-    assert reply.gaps_s[0] == reply.gaps_s[1] > 0
-    # An event without a new token is no token.
-    reply = generate(streams(chunk([], 0), chunk([4], 1), chunk([4], 1, True)))
-    assert (reply.output_ids, reply.gaps_s) == ([4], [])
-
-
-def test_a_request_asks_for_exactly_so_many_tokens() -> None:
+def test_a_request_asks_for_exactly_so_many_tokens_or_until_a_message_ends() -> None:
     seen: list[Any] = []
     generate(streams(chunk([1], 1, True), seen=seen), [3, 4], key="secret")
-    generate(streams(chunk([1], 1, True), seen=seen), "a text")
-    (body, header), (text_body, no_header) = seen
-    assert body["input_ids"] == [3, 4]
-    assert body["stream"] is True
+    stop = chunk([1], 1, True, finish_reason={"type": "stop"})
+    assert generate(streams(stop, seen=seen), "a text", ignore_eos=False).stopped
+    (ids, header), (text, no_header) = seen
     asked = {"temperature": 0.0, "max_new_tokens": 3, "ignore_eos": True}
-    assert body["sampling_params"] == asked
+    assert (ids["input_ids"], ids["sampling_params"], ids["stream"]) == ([3, 4], asked, True)
+    assert (text["text"], text["sampling_params"]) == ("a text", {**asked, "ignore_eos": False})
     assert (header, no_header) == ("Bearer secret", None)
-    assert text_body["text"] == "a text"
-    assert "input_ids" not in text_body
 
 
-def test_a_reply_may_end_at_the_token_that_ends_a_message() -> None:
-    seen: list[Any] = []
-    end = chunk([7, 2], 2, True, finish_reason={"type": "stop"})
-    handler = streams(chunk([7], 1), end, seen=seen)
-
-    async def one(client: StreamingClient) -> Reply:
-        return await client.generate([1], 3, ignore_eos=False)
-
-    reply = asyncio.run(ask("/generate", handler, one))
-    assert reply.stopped and reply.output_ids == [7, 2]
-    assert seen[0][0]["sampling_params"]["ignore_eos"] is False
-    assert not generate(streams(chunk([7], 1, True))).stopped
+def test_hits_are_split_where_the_server_says_so() -> None:
+    split = {"device": 1, "host": 2, "storage": 3}
+    events = [
+        chunk([1], 1, True, cached_tokens=6, **meta)
+        for meta in ({}, {"cached_tokens_details": split})
+    ]
+    found = [generate(streams(event)).cached for event in events]
+    assert found == [CachedTokens(unsplit=6), CachedTokens(1, 2, 3)]
 
 
-def split(**tokens: int) -> dict[str, Any]:
-    return {"cached_tokens": sum(tokens.values()), "cached_tokens_details": tokens}
-
-
-@pytest.mark.parametrize(
-    ("meta", "cached"),
-    [
-        ({}, CachedTokens()),
-        ({"cached_tokens": 4}, CachedTokens(unsplit=4)),
-        (split(device=1, host=2, storage=3), CachedTokens(1, 2, 3)),
-        (split(device=1, host=2), CachedTokens(1, 2)),
-    ],
-)
-def test_hits_are_split_where_the_server_says_so(
-    meta: dict[str, Any], cached: CachedTokens
-) -> None:
-    reply = generate(streams(chunk([1], 1, True, **meta)))
-    assert reply.cached == cached
-    assert reply.cached.total == meta.get("cached_tokens", 0)
-
-
-@pytest.mark.parametrize(
-    ("handler", "message"),
-    [
-        (answers(400, '{"error": {"message": "too long"}}'), "400: too long"),
-        (answers(500, "boom"), "500: boom"),
-        (streams({"error": {"message": "no room", "code": 400}}), "no room"),
-        (streams(chunk([1], 1, finish_reason={"type": "abort", "message": "cut"})), "cut"),
-        (streams(chunk([1], 1)), "the stream ended after 1 tokens"),
-        (streams(), "the stream ended after 0 tokens"),
-    ],
-)
-def test_a_request_that_fails_says_why(handler: Handler, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        generate(handler)
+async def gone(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
 
 
 def prefill(handler: Handler) -> Any:
-    async def one(client: StreamingClient) -> tuple[int, int]:
-        return await asyncio.to_thread(client._server.prefill, [1, 2])
-
-    return asyncio.run(ask("/generate", handler, one))
+    return ask("/generate", handler, lambda one: asyncio.to_thread(one._server.prefill, [1, 2]))
 
 
-def test_a_prefilled_prompt_says_what_l3_had() -> None:
-    found = prefill(as_json(chunk([1], 1, True, cached_tokens_details={"storage": 3})))
-    assert found == (5, 3)
-    assert prefill(as_json(chunk([1], 1, True))) == (5, 0)
-    with pytest.raises(RequestError, match="400: too long"):
-        prefill(answers(400, '{"error": {"message": "too long"}}'))
-    with pytest.raises(RequestError, match="cut"):
-        prefill(as_json(chunk([1], 1, finish_reason={"type": "abort", "message": "cut"})))
-    with pytest.raises(RequestError, match="Expecting value"):
-        prefill(answers(200, "?"))
+@pytest.mark.parametrize(
+    ("send", "handler", "message"),
+    [
+        (generate, answers(400, TOO_LONG), "400: too long"),
+        (generate, answers(500, "boom"), "500: boom"),
+        (generate, streams({"error": {"message": "no room", "code": 400}}), "no room"),
+        (generate, streams(ABORTED), "cut"),
+        (generate, streams(chunk([1], 1)), "the stream ended after 1 tokens"),
+        (generate, gone, "isconnected"),
+        (prefill, answers(400, TOO_LONG), "400: too long"),
+        (prefill, answers(200, ABORTED), "cut"),
+        (prefill, answers(200, "?"), "Expecting value"),
+    ],
+)
+def test_a_request_that_fails_says_why(
+    send: Callable[[Handler], Any], handler: Handler, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        send(handler)
 
 
-def test_a_server_that_is_gone_fails_the_request() -> None:
-    async def gone(request: web.Request) -> web.StreamResponse:
-        assert request.transport is not None
-        request.transport.abort()
-        return web.Response()
-
-    with pytest.raises(RequestError, match="isconnected"):
-        generate(gone)
-
-
-def test_what_a_server_says_of_itself() -> None:
-    found = asyncio.run(ask("/server_info", as_json({"page_size": 64}), StreamingClient.server))
-    assert found == {"page_size": 64}
+@pytest.mark.parametrize("storage", [0, 3])
+def test_a_prefilled_prompt_says_what_l3_had(storage: int) -> None:
+    found = chunk([1], 1, True, cached_tokens_details={"storage": storage} if storage else None)
+    assert prefill(answers(200, found)) == (5, storage)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +178,7 @@ def test_what_is_no_usable_server_is_named(
     path: str, handler: Handler, what: Callable[..., Any], message: str
 ) -> None:
     with pytest.raises(UnusableServer, match=message):
-        asyncio.run(ask(path, handler, what))
+        ask(path, handler, what)
 
 
 def test_an_unreachable_server_is_named() -> None:
@@ -239,14 +190,3 @@ def test_an_unreachable_server_is_named() -> None:
         server.info()
     with pytest.raises(UnusableServer, match="flush_cache: the server does not answer"):
         server.flush()
-
-
-def test_a_flush_waits_for_an_idle_server() -> None:
-    seen: list[str] = []
-
-    async def handler(request: web.Request) -> web.StreamResponse:
-        seen.append(f"{request.method} {request.query['timeout']}")
-        return web.Response()
-
-    asyncio.run(ask("/flush_cache", handler, StreamingClient.flush))
-    assert seen == ["POST 120"]
