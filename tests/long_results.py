@@ -27,23 +27,11 @@ class LongResults:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        # Of the files of single tests others were not collected.
-        if config.option.collectonly or any("::" in argument for argument in config.args):
-            return
-        there = {item.nodeid for item in items}
-        files = {nodeid.partition("::")[0] for nodeid in there}
-        results = self._read()
-        kept = {
-            nodeid: result
-            for nodeid, result in results.items()
-            if nodeid in there
-            or (
-                (file := nodeid.partition("::")[0]) not in files
-                and (config.rootpath / file).exists()
-            )
-        }
-        if kept != results:
-            self._write(kept)
+        if config.option.collectonly or config.args_source is not config.ArgsSource.TESTPATHS:
+            return  # others were not collected
+        there, results = {item.nodeid for item in items}, self._read()
+        if not results.keys() <= there:
+            self._write({nodeid: results[nodeid] for nodeid in results.keys() & there})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" or "long" not in report.keywords:

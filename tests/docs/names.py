@@ -93,9 +93,6 @@ def _all_code(page: Page) -> Iterator[Piece]:
                 start = number + 1
 
 
-# ---- commands and their options ----
-
-
 @cache
 def _commands_of(program: typer.Typer) -> dict[str, Any]:
     """The commands of a program by their names; a program that is one command has it as ""."""
@@ -167,9 +164,6 @@ def _lone_option(text: str) -> Iterator[str]:
         yield f"neither hcache nor SGLang's server has an option {match[0]}"
 
 
-# ---- configuration ----
-
-
 def _configs(text: str) -> Iterator[str]:
     """Tables of options of ours inside of JSON, as SGLang or the environment gets them."""
     plain = text.replace('\\"', '"')
@@ -199,7 +193,7 @@ def _defaults(table: Table) -> Iterator[tuple[int, str]]:
                 yield row.line, f"{name!r} is no option"
                 continue
             default = _plain(getattr(HCacheConfig(), name))
-            if _value(shown) != default:
+            if shown != ("none" if default is None else json.dumps(default)):
                 yield row.line, f"the default of {name!r} is {json.dumps(default)}, not {shown}"
 
 
@@ -210,18 +204,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [str(item).replace(str(Path.home()), "~") for item in value]
     return value
-
-
-def _value(shown: str) -> Any:
-    if shown.strip() == "none":
-        return None
-    try:
-        return json.loads(shown)
-    except json.JSONDecodeError:
-        return f"unreadable: {shown}"
-
-
-# ---- variables, metrics, files ----
 
 
 def _variables(text: str) -> Iterator[str]:

@@ -54,23 +54,14 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    line: int
     header: tuple[str, ...]
     rows: tuple[Row, ...]
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page.
-
-    Attributes:
-        path: The file.
-        links: Targets of links and images.
-        anchors: What a link to this page can end with, behind ``#``.
-        codes: Inline code.
-        blocks: Fenced blocks.
-        tables: Tables.
-    """
+    """``links`` are targets of links and images, ``anchors`` what a link to the page can end with,
+    ``codes`` inline code, ``blocks`` fenced ones."""
 
     path: Path
     links: tuple[Piece, ...]
@@ -81,11 +72,6 @@ class Page:
 
 
 def read_page(path: Path) -> Page:
-    """Parse a file.
-
-    Raises:
-        OSError: It cannot be read.
-    """
     tokens = _PARSER.parse(path.read_text())
     links: list[Piece] = []
     codes: list[Piece] = []
@@ -181,4 +167,4 @@ def _tables(tokens: Sequence[Token]) -> Iterator[Table]:
             )
             rows.append(Row(line, texts, codes))
         elif token.type == "table_close":
-            yield Table(rows[0].line, rows[0].cells, tuple(rows[1:]))
+            yield Table(rows[0].cells, tuple(rows[1:]))

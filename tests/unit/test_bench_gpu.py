@@ -10,9 +10,7 @@ import os
 import subprocess
 import sys
 import tarfile
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +19,7 @@ import torch
 
 from bench.gpu import capture, first, kernels, overlap, questions, restore, steps
 from bench.gpu import tests as gpu_tests
-from bench.gpu.steps import Step, rows_of, run
+from bench.gpu.steps import Step, rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "gpu" / "first.sh"
@@ -186,38 +184,6 @@ def test_questions_have_answers(dry_run: DryRun) -> None:
     assert found == {(name, n) for name in ("Llama-2-7B", "Llama-3-8B") for n in questions.ROWS}
     assert {row["codec"] for row in content["host"]} == set(questions.CODECS)
     assert content["register"][-1]["gb"] == 0.001
-
-
-PARTIAL = """
-import os, sys, time
-folder = sys.argv[2]
-open(folder + "/unfinished", "w").write('{"device": "x", "rows": [{"ms": 1}]}')
-os.rename(folder + "/unfinished", folder + "/it.json")
-time.sleep(600)
-"""
-
-
-def test_a_step_that_runs_out_of_time_keeps_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class OnceWritten(threading.Thread):
-        """A timer that runs out when the step has its row."""
-
-        def __init__(self, limit: float, end: Callable[[], None]) -> None:
-            super().__init__(daemon=True)
-            assert limit == 60.0
-            self.end, self.cancel = end, lambda: None
-
-        def run(self) -> None:
-            while not (tmp_path / "it.json").exists():
-                time.sleep(0.01)
-            self.end()
-
-    monkeypatch.setattr(steps.threading, "Timer", OnceWritten)
-    (tmp_path / "a_step.py").write_text(PARTIAL)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    found = run(Step("it", "a_step", [], 1), tmp_path, 60.0, environment)
-    assert (found["outcome"], found["rows"]) == ("out of time", {"rows": [{"ms": 1}]})
 
 
 def test_a_failed_step_stops_no_other_and_is_told_in_the_end(

@@ -1,12 +1,10 @@
 """Attention of the CPU engine: as a plain softmax has it, in SGLang's calls of its operators."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from tests.cpu_engine.hcache_cpu_engine import attention, reordering
 
@@ -23,7 +21,6 @@ class Sequences:
     """
 
     lengths: list[tuple[int, int]]
-    dtype: torch.dtype = torch.float32
     window: int = 0
     sinks: torch.Tensor | None = None
     cap: float = 0.0
@@ -33,9 +30,9 @@ class Sequences:
         torch.manual_seed(0)
         self.totals = [sum(each) for each in self.lengths]
         self.new = [new for _, new in self.lengths]
-        self.query = torch.randn(sum(self.new), HEADS, SIZE).to(self.dtype)
+        self.query = torch.randn(sum(self.new), HEADS, SIZE)
         kv_heads = 1 if self.latent else 2
-        key, value = (torch.randn(SLOTS, kv_heads, SIZE).to(self.dtype) for _ in range(2))
+        key, value = (torch.randn(SLOTS, kv_heads, SIZE) for _ in range(2))
         self.pool = [key, key[..., :12] if self.latent else value]
         slots = torch.randperm(SLOTS)[: sum(self.totals)].split(self.totals)
         self.slots = torch.nn.utils.rnn.pad_sequence(slots, batch_first=True)
@@ -44,11 +41,11 @@ class Sequences:
     def _tables(self) -> tuple:
         return self.slots, torch.arange(len(self.new)), torch.tensor(self.totals)
 
-    def extend(self, tree: torch.Tensor | None = None) -> torch.Tensor:
+    def extend(self) -> torch.Tensor:
         starts = torch.tensor([sum(self.new[:number]) for number in range(len(self.new))])
         given: list[Any] = [self.query, None, None, self.output, *self.pool, 1.0, 1.0]
         given += [*self._tables(), torch.tensor(self.new), starts, max(self.new), SCALE]
-        given += [self.cap, False, self.window, None, self.sinks, tree, True]
+        given += [self.cap, False, self.window, None, self.sinks, None, True]
         attention.extend_attention(*given)
         return self.output
 
@@ -62,7 +59,7 @@ class Sequences:
         attention.decode_attention(*given)
         self.written = key, value
 
-    def wanted(self, trees: list[torch.Tensor] | None = None) -> torch.Tensor:
+    def wanted(self) -> torch.Tensor:
         """`[new, heads, value size]` by a softmax over all scores of a token."""
         found = []
         rows = self.query.split(self.new)
@@ -75,7 +72,7 @@ class Sequences:
             if self.cap:
                 scores = self.cap * torch.tanh(scores / self.cap)
             distance = torch.arange(before, before + new)[:, None] - torch.arange(before + new)
-            seen = distance >= 0 if trees is None else trees[number]
+            seen = distance >= 0
             if self.window:
                 seen = seen & (distance < self.window)
             scores = scores.masked_fill(~seen, -torch.inf)
@@ -119,47 +116,6 @@ def test_a_decoded_token_is_written_and_attends(kind: str) -> None:
         for part, written in zip(sequences.pool, sequences.written, strict=True):
             assert torch.equal(part[last].flatten(), written[row])
     torch.testing.assert_close(sequences.output, sequences.wanted())
-
-
-@pytest.mark.usefixtures("_order")
-@pytest.mark.parametrize("of_new_only", [True, False])
-def test_drafted_tokens_see_their_ancestors(of_new_only: bool) -> None:
-    sequences = Sequences([(20, 4), (3, 4)])
-    tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
-    seen = [torch.cat([torch.ones(4, before).bool(), tree], 1) for before in (20, 3)]
-    given = torch.cat([tree.flatten()] * 2 if of_new_only else [each.flatten() for each in seen])
-    torch.testing.assert_close(sequences.extend(given), sequences.wanted(seen))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_outputs_are_those_of_padded_queries_to_the_last_bit(dtype: torch.dtype) -> None:
-    sequences = Sequences([(0, 700), (1000, 8), (64, 1500)], dtype)
-    found = sequences.extend().split(sequences.new)
-    for number, (before, new) in enumerate(sequences.lengths):
-        slots = sequences.slots[number, : before + new]
-        key, value = (part[slots].movedim(0, 1)[None] for part in sequences.pool)
-        query = sequences.query.split(sequences.new)[number].movedim(0, 1)[None]
-        padded = torch.cat([query.new_zeros(1, HEADS, before, SIZE), query], 2)
-        want = scaled_dot_product_attention(
-            padded, key, value, is_causal=True, scale=SCALE, enable_gqa=True
-        )
-        assert torch.equal(found[number].movedim(0, 1)[None], want[:, :, before:])
-
-
-def test_windows_are_read_and_written_in_slots_of_their_pool(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sequences = Sequences([(20, 1)], window=6)
-    mapping = torch.randperm(SLOTS)
-    pool = SimpleNamespace(translate_loc_from_full_to_swa=lambda slots: mapping[slots])
-    monkeypatch.setitem(attention._window_pools, sequences.pool[0].data_ptr(), pool)
-    sequences.decode()
-    decoded, extended = sequences.output.clone(), sequences.extend()
-    sequences.slots = mapping[sequences.slots]
-    key, _ = sequences.written
-    assert torch.equal(sequences.pool[0][sequences.slots[0, 20]].flatten(), key[0])
-    torch.testing.assert_close(decoded, sequences.wanted())
-    torch.testing.assert_close(extended, sequences.wanted())
 
 
 def test_reordered_sums_are_the_same_in_a_batch_of_as_many_rows_and_no_others(

@@ -1,11 +1,9 @@
 """Tables and pictures of the documentation are those that programs make of recorded results."""
 
 import json
-from typing import Any
 
 import pytest
 
-from bench.harness.report import SMALLEST, WIDTH
 from bench.record import PAGES, RESULTS, drawn, marked, program_of, recorded, results_of
 from bench.record import table as made
 
@@ -46,51 +44,13 @@ def test_what_pages_say_of_the_judgement_of_hits_is_what_was_measured() -> None:
                 assert f"{stored[who]:,.0f}" in readme
 
 
-def test_what_is_said_of_trained_weights_is_what_was_measured() -> None:
-    def found(name: str) -> dict[str, dict[str, Any]]:
-        methods = json.loads((RESULTS / f"accuracy_{name}.json").read_text())["methods"]
-        return {row["method"]: row for row in methods}
-
-    def changed(row: dict[str, Any]) -> float:
-        return 100 * (1 - row["same"] / row["tokens"])
-
-    real, small = found("smollm2"), found("gqa")
-    exact = ("exact", "KV, exp4", "recomputed", "hidden, none", "hidden, exp4")
-    assert {real[way]["largest_kl"] for way in exact} == {0.0}
-    lossy = "hidden, int8"
-    units = json.loads((RESULTS / "archive" / "segment_codec_models.json").read_text())["rows"]
-    ways = [row["ways"]["exp4"] for row in units]
-    assert not any(way["unfit"] for way in ways)
-    pairs = "KV, pairs by attention, merged"
-    page = RESULTS.parents[1] / "docs" / "research" / "real-model.md"
-    said = " ".join(page.read_text().split())
-    for part in (
-        f"all {sum(row['units'] for row in units):,} units",
-        f"{max(way['most'] for way in ways):.2f}% exceptions",
-        f"changes {changed(real[lossy]):.1f}% of the tokens, and {changed(small[lossy]):.1f}%",
-        f"{real[lossy]['kl'] / small[lossy]['kl']:.0f} times that of the fixture",
-        f"change {changed(real[pairs]):.0f}% of the tokens, and {changed(small[pairs]):.0f}%",
-    ):
-        assert part in said, part
-
-
-OTHERS = {"plan"}
-"""Pictures of commands."""
-
-
 @pytest.mark.parametrize("name", drawn())
-def test_a_picture_has_a_title_and_letters_that_can_be_read(name: str) -> None:
+def test_a_picture_can_be_drawn(name: str) -> None:
     pytest.importorskip("matplotlib")
-    from matplotlib.text import Text
-
     figure = program_of(name).draw(results_of(name))
     figure.draw_without_rendering()
-    assert figure.get_figwidth() <= WIDTH
-    assert all(axes.get_xlabel() or axes.get_ylabel() for axes in figure.axes)
     assert figure.get_suptitle() or any(axes.get_title() for axes in figure.axes)
-    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
-    assert {text.get_text() for text in texts if text.get_fontsize() < SMALLEST} == set()
 
 
-def test_every_picture_is_drawn_by_a_program() -> None:
-    assert {path.stem for path in RESULTS.glob("*.png")} == {*drawn(), *OTHERS}
+def test_every_picture_is_drawn_by_a_program_or_a_command() -> None:
+    assert {path.stem for path in RESULTS.glob("*.png")} == {*drawn(), "plan"}

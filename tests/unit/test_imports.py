@@ -13,31 +13,23 @@ PACKAGE = ROOT / "hcache_backend"
 KERNELS = ROOT / "kernels"
 BENCH = ROOT / "bench"
 
-# A part imports only parts of a lower rank (docs/structure.md).
-RANKS = {
-    "config": 0,
-    "format": 0,
-    "ranks": 1,
-    "streams": 1,
-    "arena": 2,
-    "fingerprint": 2,
-    "store": 2,
-    "metrics": 3,
-    "server_report": 3,
-    "projection": 3,
-    "plan": 3,
-    "restore": 4,
-    "capture": 5,
-    "host": 6,
-    "krul": 7,
-    "prefetch": 7,
-    "sglang": 8,
-    "checks": 7,
-    "tiers": 9,
-    "start": 10,
-    "cli": 11,
-    "": 12,  # hcache_backend/__init__.py offers the storage class to SGLang by name
-}
+# A part imports only parts of a lower rank (docs/structure.md); those of one line have the same.
+RANKED = """
+    config format
+    ranks streams
+    arena fingerprint store
+    metrics server_report projection plan
+    restore
+    capture
+    host
+    krul prefetch checks
+    sglang
+    tiers
+    start
+    cli
+"""
+RANKS = {part: rank for rank, line in enumerate(RANKED.split("\n")) for part in line.split()}
+RANKS[""] = 100  # hcache_backend/__init__.py offers the storage class to SGLang by name
 
 
 def modules() -> list[Path]:

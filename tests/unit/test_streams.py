@@ -1,33 +1,11 @@
 """Streams and events of CUDA, as far as they can be tried without it."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from bench.gpu.program import registered
 from hcache_backend import streams
-
-
-def test_memory_is_registered_within_the_block_only_whatever_happens_in_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What a device may still write must be on its way nowhere by then."""
-    did: list[object] = []
-    runtime = SimpleNamespace(
-        cudaHostRegister=lambda *args: did.append(args) or 0, cudaHostUnregister=did.append
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: did.append("synchronize"))
-    memory = torch.zeros(4, 8, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="a test"), registered(memory, "cuda"):
-        raise ValueError("a test")
-    address = memory.data_ptr()
-    assert did == [(address, 32, 0), "synchronize", address]
-    with registered(memory, "cpu"):
-        pass
-    assert len(did) == 3
 
 
 def test_an_event_is_used_again_when_nobody_holds_it_any_more(

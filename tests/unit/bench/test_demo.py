@@ -16,7 +16,6 @@ from bench.demo import (
     Tokens,
     Turn,
     build_report,
-    finding,
     form_report,
 )
 from bench.harness.server import CachedTokens
@@ -47,17 +46,7 @@ def make_form(last: tuple[int, ...] = (7, 8), storage: int = 640) -> dict[str, A
     return form_report("multi-head", runs, Tokens(10, 640))
 
 
-def test_replies_that_agree_succeed_and_the_finding_is_what_the_numbers_say() -> None:
-    report = build_report([make_form(), make_form()], ABOUT)
-    assert report["succeeded"]
-    assert finding(report) == (
-        "From disk the next reply begins 4 times sooner than computed anew; "
-        "hidden states take 0.52 of the bytes."
-    )
-    assert len(PROGRAM.table(report).splitlines()) == 2 + 4  # the first has no history
-
-
-def test_the_program_ends_with_one_when_a_reply_differs(
+def test_the_program_ends_with_one_when_a_reply_differs_or_a_hit_did_not_come(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = build_report([make_form((7, 9)), make_form(storage=0)], ABOUT)

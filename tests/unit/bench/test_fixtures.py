@@ -1,7 +1,5 @@
 """The fixture models, trained and real: their weights, and how they are kept."""
 
-import os
-import signal
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -15,7 +13,6 @@ from bench.fixtures.models import chosen, facts, fixture, real_model
 from bench.fixtures.smollm2 import FORMS, ModelMissing
 from bench.fixtures.text import Corpus, corpus
 from bench.fixtures.train import RECIPES
-from bench.harness.program import failing
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 
 TINY = replace(RECIPES["paired"], layers=4, steps=2, batch=1, tokens=64)
@@ -57,28 +54,6 @@ def test_a_model_is_trained_once_and_the_same_from_the_same_seed(
     assert {path.name for path in first.parent.iterdir()} == {first.name, other.name}
 
 
-@pytest.mark.usefixtures("tiny")
-def test_a_training_that_is_terminated_leaves_nothing_in_the_cache(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    seen: list[list[Path]] = []
-
-    def terminate(step: str) -> None:
-        seen.append(list(tmp_path.rglob("*")))
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit), failing():
-            fixture("tiny", terminate, threads=1)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    # Nothing is there during the training either: SIGKILL leaves as little.
-    assert seen == [[]]
-    assert list(tmp_path.rglob("*")) == []
-
-
 def test_both_forms_of_the_real_model_have_the_same_logits_to_the_last_bit() -> None:
     stub_torchvision()
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -97,29 +72,6 @@ def test_both_forms_of_the_real_model_have_the_same_logits_to_the_last_bit() -> 
     assert torch.equal(grouped, multi)
     # It has learned something: a guess among 49,152 tokens costs 10.8 nats.
     assert torch.nn.functional.cross_entropy(grouped[0, :-1], ids[0, 1:]) < 4.0
-
-
-@pytest.mark.parametrize("weights", [b"weigh", None], ids=["cut", "gone"])
-def test_a_model_that_is_not_as_it_was_written_is_converted_again(
-    weights: bytes | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    converted: list[int] = []
-
-    def convert(kv_heads: int, folder: Path) -> None:
-        converted.append(kv_heads)
-        (folder / "model.safetensors").write_bytes(b"weights")
-
-    monkeypatch.setattr(models, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(models, "convert", convert)
-    monkeypatch.setattr(models, "source_facts", lambda: {"model": "M", "source": "W 1"})
-    folder = real_model("smollm2")
-    assert real_model("smollm2") == folder and converted == [3]
-    file = folder / "model.safetensors"
-    file.unlink()
-    if weights is not None:
-        file.write_bytes(weights)
-    assert real_model("smollm2") == folder and converted == [3, 3]
-    assert file.read_bytes() == b"weights"
 
 
 def test_a_wheel_that_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
