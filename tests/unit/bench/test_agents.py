@@ -1,34 +1,11 @@
 """What tiers keep of agents' prompts."""
 
-import json
-import lzma
-from pathlib import Path
-
 import pytest
 
 from bench.agents import AHEAD_S, Tier, announced
 from bench.eviction import best_possible, lru_by_chains
-from bench.workload.agents import agent_sessions, as_requests, generated
+from bench.workload.agents import as_requests, generated
 from bench.workload.traces import Request
-
-REQUESTS = [
-    {"t": 0.0, "type": "n", "in": 200, "out": 5, "api_time": 1.5, "hash_ids": [0, 1, 2, 3]},
-    {"t": 2.0, "type": "subagent"},
-    {"t": 9.0, "type": "s", "in": 270, "out": 6, "hash_ids": [3, 4]},
-    {"t": 30.0, "type": "n", "in": 140, "out": 7, "api_time": 2.0, "hash_ids": [1, 9]},
-]
-
-
-def test_a_trace_of_agents_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json.xz"
-    trace = [{"tool": 64, "sys": 64, "requests": REQUESTS}]
-    path.write_bytes(lzma.compress(json.dumps(trace).encode()))
-    [session] = agent_sessions(path)
-    found = [(turn.prompt, turn.shared, turn.output, turn.answered) for turn in session]
-    assert found == [(200, 0, 5, 1.5), (270, 192, 6, 9.0), (140, 64, 7, 32.0)]
-    [first, second, third] = [request.pages for _, request in as_requests([session], 64, 1, 0.0)]
-    assert (len(first), len(second), len(third)) == (3, 4, 2)
-    assert first == second[:3] and first[:1] == third[:1]
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
