@@ -3,7 +3,6 @@
 import math
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -63,6 +62,15 @@ def test_a_codec_may_add_its_loss_to_that_of_rounding(
         assert problem is None if fine else "projected V of layers.0 differs" in str(problem)
 
 
+def failing(error: Exception) -> Any:
+    """A projector that raises ``error``."""
+
+    def project(*_: Any) -> Any:
+        raise error
+
+    return SimpleNamespace(project=project)
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
@@ -71,14 +79,14 @@ def test_a_codec_may_add_its_loss_to_that_of_rounding(
     ],
 )
 def test_a_layer_that_cannot_be_projected_is_a_problem(error: Exception, said: str) -> None:
-    rows, projector = torch.zeros(1, 4), Mock(**{"project.side_effect": error})
+    rows, projector = torch.zeros(1, 4), failing(error)
     assert projected(LAYER, rows, rows, rows, projector) == said
 
 
 def test_too_little_memory_says_nothing_of_a_layer() -> None:
-    projector = Mock(**{"project.side_effect": torch.OutOfMemoryError("none left")})
+    rows, projector = torch.zeros(1, 4), failing(torch.OutOfMemoryError("none left"))
     with pytest.raises(torch.OutOfMemoryError):
-        projected(LAYER, *[torch.zeros(1, 4)] * 3, projector)
+        projected(LAYER, rows, rows, rows, projector)
 
 
 def test_all_layers_are_looked_at_before_the_first_problem_is_told() -> None:

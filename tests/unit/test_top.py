@@ -304,9 +304,10 @@ def saying(folder: Path, *what: str) -> Iterator[subprocess.Popen[str]]:
     """A process that has said that, and lives to the end of the block, where it is killed."""
     command = [sys.executable, "-c", SAYS, *what]
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, **pipes) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
         try:
+            assert process.stdout is not None
             assert process.stdout.readline() == "said\n"
             yield process
         finally:
