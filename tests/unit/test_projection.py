@@ -52,7 +52,7 @@ def layer_of(module: torch.nn.Module, *args: Any, **kwargs: Any) -> AttentionLay
 
 def test_a_call_is_learned_by_what_its_arguments_are_not_by_their_names() -> None:
     class Odd(torch.nn.Module):
-        def forward(self, x: Any, where: Any, b: Any, flag: Any = None) -> None: ...
+        def forward(self, x: Any, where: Any, b: Any = None, flag: Any = None) -> None: ...
 
     names, _ = learn_call(Odd(), (HIDDEN, POSITIONS.clone()), {"b": Batch()}, POSITIONS, Batch)
     assert names == {"hidden": "x", "positions": "where", "batch": "b"}
