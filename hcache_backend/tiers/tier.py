@@ -1,12 +1,5 @@
 """Places where L3 keeps pages, with one interface: the page store, a tier that machines share, and
-both as one. Any thread may call it. ``memory``: the pieces of each page, in order.
-
-- ``exists`` returns flags of the pages that are there. It may give up at a page that is not.
-- ``get`` reads pages; False is a miss, and the memory of that page has any bytes.
-- ``put`` stores pages, now or later; their memory may change then. False: it will not be stored.
-- ``quarantine``: pages of this server may be wrong. Take no more, and delete those that only this
-  machine has; returns their number.
-- ``close`` stores queued pages, in limited time, and releases all resources.
+both as one.
 
 A value in the shared tier is a page's bytes and a digest of them, the namespace, the key and the
 shard. So any value that a backend returns for a name is the page, or a miss.
@@ -19,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from sglang.srt.observability.metrics_collector import StorageMetrics
@@ -71,7 +64,26 @@ class Pages(NamedTuple):
         return [PageName(self.namespace, key, self.pool.shard) for key in self.keys]
 
 
-class LocalTier:
+class Tier(Protocol):
+    """A place for pages. Any thread. ``memory``: the pieces of each page, in order.
+
+    - ``exists`` returns flags of the pages that are there. It may give up at a page that is not.
+    - ``get`` reads pages; False is a miss, and the memory of that page has any bytes.
+    - ``put`` stores pages, now or later; their memory may change then. False: it will not be
+      stored.
+    - ``quarantine``: pages of this server may be wrong. Take no more, and delete those that only
+      this machine has; returns their number. ``namespaces``: those of the present weights.
+    - ``close`` stores queued pages, in limited time, and releases all resources.
+    """
+
+    def exists(self, pages: Pages) -> list[bool]: ...
+    def get(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]: ...
+    def put(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]: ...
+    def quarantine(self, namespaces: Sequence[bytes]) -> int: ...
+    def close(self) -> None: ...
+
+
+class LocalTier(Tier):
     """The page store of this machine; calls may raise. ``writer``: number of this server run."""
 
     def __init__(self, store: PageStore, writer: bytes) -> None:
@@ -100,9 +112,16 @@ class LocalTier:
                 metrics.PAGES.count("dropped_suspended", len(keys))
                 return [False] * len(keys)
             with metrics.timed("l3_write"):
-                how: dict[str, Any] = {"prefix": prefix, "alone": alone, "table": pool.table}
-                how |= {"shard": pool.shard, "digests": pool.digests(memory)}
-                stored = self.store.put(namespace, keys, memory, **how)
+                stored = self.store.put(
+                    namespace,
+                    keys,
+                    memory,
+                    prefix=prefix,
+                    alone=alone,
+                    shard=pool.shard,
+                    table=pool.table,
+                    digests=pool.digests(memory),
+                )
         self._note("backup", memory, stored, start)
         metrics.PAGES.count("written", sum(stored))
         metrics.PAGES.count("dropped_error", len(stored) - sum(stored))
@@ -134,7 +153,7 @@ class LocalTier:
             getattr(self._stats, f"{kind}_bandwidth").append(rate)
 
 
-class SharedTier:
+class SharedTier(Tier):
     """Pages of one host pool in a backend that other machines use, too. Calls never raise, and wait
     for a bounded time. Writes are copied, and made later. This object closes ``backend``. The
     constructor raises if that does not take its memory. ``page_bytes``: of the largest page;
@@ -213,7 +232,7 @@ class SharedTier:
             metrics.SHARED_PAGES.count("dropped_full", len(names) - given)
         return [True] * given + [False] * (len(names) - given)
 
-    def keep_in(self, pages: Pages, memory: Sequence[Parts], tier: LocalTier) -> None:
+    def keep_in(self, pages: Pages, memory: Sequence[Parts], tier: Tier) -> None:
         """Copy the first pages and put them into ``tier`` later; pages without room are dropped."""
 
         def put(rows: list[int], copies: list[Parts]) -> None:
@@ -227,7 +246,7 @@ class SharedTier:
     def forget_kept(self) -> None:
         metrics.SHARED_PAGES.count("not_kept", self._keeps.forget())
 
-    def quarantine(self, namespaces: Sequence[bytes]) -> None:
+    def quarantine(self, namespaces: Sequence[bytes]) -> int:
         """Drop the waiting pages, and log the names to delete."""
         with self._putting:
             self._quarantined = True
@@ -239,6 +258,7 @@ class SharedTier:
             "other machines read and keep them. Delete the values there whose names begin with "
             f"{names}, then run `hcache clear` on every machine"
         )
+        return 0
 
     def close(self) -> None:
         """Close the backend once waiting pages are written; a slow call is given up."""
@@ -311,7 +331,7 @@ class SharedTier:
             logger.info("hcache: the shared L3 (%s) responds again", self._name)
 
 
-class Tiered:
+class Tiered(Tier):
     """The page store, and a shared tier that is asked for pages that the page store lacks."""
 
     def __init__(self, local: LocalTier, backend: SharedBackend | None, l3: L3Progress) -> None:

@@ -10,7 +10,9 @@ import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ import torch
 
 from bench.gpu import capture, first, kernels, overlap, questions, restore, steps
 from bench.gpu import tests as gpu_tests
-from bench.gpu.steps import Step, rows_of
+from bench.gpu.steps import Step, rows_of, run
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "gpu" / "first.sh"
@@ -205,3 +207,41 @@ def test_a_failed_step_stops_no_other_and_is_told_in_the_end(
     assert limits.keys() == {"tests", *IN_THE_SCRIPT, *BY_THEMSELVES}
     assert limits["questions"] == pytest.approx(500 * 3 / 17, abs=1)
     assert limits["kernels"] == pytest.approx(500, abs=1)  # what others left is its own
+
+
+def a_step(folder: Path, code: str) -> tuple[Step, dict[str, str]]:
+    """A step that runs ``code`` with ``folder`` set to that of the results; its environment."""
+    (folder / "a_step.py").write_text(f"import sys\nfolder = sys.argv[2]\n{code}")
+    return Step("it", "a_step", [], 1), {**os.environ, "PYTHONPATH": str(folder)}
+
+
+PARTIAL = """
+import os, time
+open(folder + "/unfinished", "w").write('{"device": "x", "rows": [{"ms": 1}]}')
+os.rename(folder + "/unfinished", folder + "/it.json")
+time.sleep(600)
+"""
+
+
+def test_a_step_that_runs_out_of_time_keeps_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OnceWritten(threading.Thread):
+        """A timer that runs out when the step has its row."""
+
+        def __init__(self, limit: float, end: Callable[[], None]) -> None:
+            super().__init__(daemon=True)
+            assert limit == 60.0
+            self.end, self.cancel = end, lambda: None
+
+        def run(self) -> None:
+            while not (tmp_path / "it.json").exists():
+                time.sleep(0.01)
+            self.end()
+
+    monkeypatch.setattr(steps.threading, "Timer", OnceWritten)
+    step, environment = a_step(tmp_path, PARTIAL)
+    found = run(step, tmp_path, 60.0, environment)
+    assert found["seconds"] < 600
+    assert found["outcome"] == "out of time"
+    assert found["rows"] == {"rows": [{"ms": 1}]}

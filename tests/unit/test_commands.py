@@ -273,3 +273,13 @@ def test_a_report_that_cannot_be_read_is_no_report(text: bytes, folder: Path) ->
     (folder / SERVER_REPORT).write_bytes(text)
     assert read_report(folder) is None
     assert "last server" not in of_store("doctor", folder)
+
+
+def test_a_document_that_is_gone_is_named(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name)
+    documents = ingest.find_documents([tmp_path / "a.txt", tmp_path / "b.txt"], {})
+    assert next(documents).content == "a.txt"
+    (tmp_path / "b.txt").unlink()
+    with pytest.raises(OSError, match=r"No such file.*b\.txt"):
+        next(documents)

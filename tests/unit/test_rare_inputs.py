@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from hcache_backend import fingerprint
 from hcache_backend.plan import profile
@@ -14,6 +15,7 @@ from hcache_backend.plan.model_config import _Fields, _kv_heads, _latent, _mlp_w
 from hcache_backend.plan.record import PartitionRecord
 from hcache_backend.prefetch import estimates
 from hcache_backend.projection import search
+from hcache_backend.projection.attention import UnknownCall, learn_call
 
 
 def fields(**table: Any) -> _Fields:
@@ -62,3 +64,19 @@ def test_a_layer_without_linear_modules_has_no_spec(monkeypatch: pytest.MonkeyPa
     evidence: Any = SimpleNamespace(samples=[sample])
     with pytest.raises(search.NoSpec, match="no linear module gives heads of 8"):
         search.find_spec(SimpleNamespace(), evidence)
+
+
+class Attention(nn.Module):
+    """An attention module whose call has keywords."""
+
+    def forward(self, **given: Any) -> None:
+        """Nothing: it is looked at."""
+
+
+def test_keywords_of_a_call_are_learned_by_name() -> None:
+    positions, batch = torch.arange(3), SimpleNamespace()
+    given = {"positions": positions, "hidden_states": torch.zeros(3, 4), "batch": batch}
+    names, _ = learn_call(Attention(), (), given, positions, SimpleNamespace)
+    assert names == {"positions": "positions", "hidden": "hidden_states", "batch": "batch"}
+    with pytest.raises(UnknownCall, match="takes no hidden states"):
+        learn_call(Attention(), (), {"positions": positions}, positions, SimpleNamespace)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY, CollectorRegistry, generate_latest, multiprocess
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge, generate_latest, multiprocess
 from typer.testing import CliRunner
 
 from hcache_backend import metrics
@@ -350,3 +350,10 @@ def test_gauges_of_living_ranks_stay_also_in_another_container(tmp_path: Path) -
             assert shown(tmp_path) == values("hidden", "kv", captured=2)
     with saying(tmp_path, "plain"):
         assert shown(tmp_path) == values("plain", captured=3)
+
+
+def test_every_gauge_is_of_a_living_process() -> None:
+    gauges = [metrics.MODE, metrics.CAPABILITY, metrics.SUSPENDED, metrics.CODEC, metrics.SHARED]
+    every = [metric for metric in metrics.ALL if isinstance(metric.family, Gauge)]
+    assert every == [*gauges, metrics.RATES]
+    assert {gauge.family._multiprocess_mode for gauge in every} == {"livemax", "livemin"}

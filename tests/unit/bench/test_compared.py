@@ -1,12 +1,20 @@
 """How programs compare methods: round by round, with an interval."""
 
 import random
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bench import beside
 from bench.harness.rounds import median_interval
-from bench.hits import load, measure
+from bench.harness.server import ServerError
+from bench.hits import cases, load, measure
+from bench.hits.cases import ALWAYS, MODELS, OURS
+from hcache_backend.server_report import ServerReport, write_report
 
 
 def test_hits_are_compared_with_the_better_choice_round_by_round() -> None:
@@ -42,3 +50,21 @@ def test_the_ends_of_the_interval_are_those_of_the_sign_test(count: int, first: 
     random.Random(0).shuffle(values)
     assert median_interval(values) == (first, count + 1 - first)
     assert median_interval(values[:5]) is None
+
+
+@pytest.mark.parametrize("codec", ["exp4", "none", None])
+def test_nothing_is_measured_whose_pages_are_in_another_codec(
+    codec: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: Any, dtype: str, **_options: Any) -> Any:
+        server = SimpleNamespace(l3=tmp_path, server=SimpleNamespace(error=ServerError))
+        return nullcontext(SimpleNamespace(servers={ALWAYS: server, OURS: server}, dtype=dtype))
+
+    monkeypatch.setattr(cases, "taking_turns", started)
+    if codec is not None:
+        report = {"time": 0.0, "model": "m", "mode": "kv", "pages": "own", "reason": None}
+        write_report(tmp_path, ServerReport(**report, codec=codec, projection=()))
+    model = replace(MODELS["MHA-bf16"], build=lambda *_: tmp_path)
+    wrong = pytest.raises(ServerError, match=f"by codec {codec or 'unknown'}, not by exp4")
+    with nullcontext() if codec == "exp4" else wrong, model.turns(None, tmp_path, 256) as turns:  # type: ignore[arg-type]
+        assert turns.dtype == "bfloat16"  # type: ignore[attr-defined]

@@ -1,5 +1,7 @@
 """The fixture models, trained and real: their weights, and how they are kept."""
 
+import os
+import signal
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -13,6 +15,7 @@ from bench.fixtures.models import chosen, facts, fixture, real_model
 from bench.fixtures.smollm2 import FORMS, ModelMissing
 from bench.fixtures.text import Corpus, corpus
 from bench.fixtures.train import RECIPES
+from bench.harness.program import failing
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 
 TINY = replace(RECIPES["paired"], layers=4, steps=2, batch=1, tokens=64)
@@ -52,6 +55,28 @@ def test_a_model_is_trained_once_and_the_same_from_the_same_seed(
     other, _ = train("a", seed=1)
     assert facts(other)["weights"] != facts(first)["weights"]
     assert {path.name for path in first.parent.iterdir()} == {first.name, other.name}
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_training_that_is_terminated_leaves_nothing_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    seen: list[list[Path]] = []
+
+    def terminate(step: str) -> None:
+        seen.append(list(tmp_path.rglob("*")))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit), failing():
+            fixture("tiny", terminate, threads=1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    # Nothing is there during the training either: SIGKILL leaves as little.
+    assert seen == [[]]
+    assert list(tmp_path.rglob("*")) == []
 
 
 def test_both_forms_of_the_real_model_have_the_same_logits_to_the_last_bit() -> None:
