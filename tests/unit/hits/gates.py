@@ -26,6 +26,11 @@ def computing_a_thousand_a_second(gate: Gate) -> Gate:
     return gate
 
 
+def slices(pace: float) -> Recomputing:
+    """Slices take ``pace`` seconds for a thousand tokens."""
+    return lambda tokens, prefix: pace * tokens / 1000
+
+
 def named(gate: Gate, name: str) -> Prefetch:
     """The prefetch of a request; another one if the gate does not know it."""
     return gate.prefetches.waiting.get(name) or Prefetch(name)

@@ -11,64 +11,47 @@ from hcache_backend.prefetch.prefetch import Hit
 from tests.unit.partition.pipelines import public_model
 
 LLAMA_7B = public_model("llama-2-7b")
+MACHINE = Restore(preset_profile("h100", 1), LLAMA_7B, Partition(0, 0, 32))
 
 
-def by_tokens(tokens: int, prefix: float) -> float:
+def a_thousand_a_second(tokens: int, prefix: float) -> float:
     return tokens / 1000
 
 
-@pytest.fixture
-def known() -> Estimate:
-    return Estimate(by_tokens, known=True)
+AS_EXPECTED, SLOW = [(1000, 1.0)], [(1000, 10.0)]
 
 
-def test_without_a_measurement_the_model_counts(known: Estimate) -> None:
-    assert known.seconds(500) == 0.5
-    assert Estimate(by_tokens, known=False).seconds(500) is None
+@pytest.mark.parametrize(
+    ("measured", "seconds"),
+    [
+        pytest.param([], {500: 0.5}, id="nothing: the model counts"),
+        pytest.param([(1000, 3.0)], {1000: 3.0, 2000: 6.0}, id="the first outweighs the model"),
+        pytest.param(3 * AS_EXPECTED + SLOW, {1000: 1.0}, id="one disturbed does not count"),
+        pytest.param(30 * AS_EXPECTED + 2 * SLOW, {1000: 10.0}, id="two in a row are believed"),
+        pytest.param(30 * AS_EXPECTED + 2 * SLOW + 2 * AS_EXPECTED, {1000: 1.0}, id="two again"),
+        pytest.param(
+            [(64, 0.64), (8192, 8.192)],
+            {128: 1.28, 4096: 4.096},
+            id="near a size counts more: small ones have a fixed part",
+        ),
+    ],
+)
+def test_an_estimate_follows_what_was_measured(
+    measured: list[tuple[int, float]], seconds: dict[int, float]
+) -> None:
+    known = Estimate(a_thousand_a_second, known=True)
+    for tokens, taken in measured:
+        known.measured(tokens, 0, taken)
+    for tokens, expected in seconds.items():
+        assert known.seconds(tokens) == pytest.approx(expected)
+        assert known.slowdown(tokens) == pytest.approx(expected / tokens * 1000)
 
 
-def test_it_tells_how_many_times_as_long_as_the_model_says_it_takes(known: Estimate) -> None:
-    assert known.slowdown(500) == 1.0
-    for _ in range(3):
-        known.measured(1000, 0, 3.0)
-    assert known.slowdown(1000) == pytest.approx(3.0)
-    unknown = Estimate(by_tokens, known=False)
+def test_a_curve_that_is_in_no_seconds_gives_none_and_no_slowdown() -> None:
+    unknown = Estimate(a_thousand_a_second, known=False)
+    assert (unknown.seconds(0), unknown.seconds(500)) == (0.0, None)
     unknown.measured(1000, 0, 3.0)
-    assert unknown.slowdown(1000) == 1.0  # of what is in no seconds
-
-
-def test_nothing_takes_no_time() -> None:
-    assert Estimate(by_tokens, known=False).seconds(0) == 0
-
-
-def test_the_first_measurement_outweighs_the_model(known: Estimate) -> None:
-    known.measured(1000, 0, 3.0)
-    assert known.seconds(1000) == pytest.approx(3.0)
-    assert known.seconds(2000) == pytest.approx(6.0)
-
-
-def test_a_disturbed_measurement_does_not_count(known: Estimate) -> None:
-    for seconds in (1.0, 1.0, 1.0, 50.0):
-        known.measured(1000, 0, seconds)
-    assert known.seconds(1000) == pytest.approx(1.0)
-
-
-def test_two_in_a_row_are_believed(known: Estimate) -> None:
-    for _ in range(30):
-        known.measured(1000, 0, 1.0)
-    for _ in range(2):
-        known.measured(1000, 0, 10.0)
-    assert known.seconds(1000) == pytest.approx(10.0)
-    for _ in range(2):
-        known.measured(1000, 0, 1.0)
-    assert known.seconds(1000) == pytest.approx(1.0)
-
-
-def test_what_was_measured_near_a_size_counts_more(known: Estimate) -> None:
-    known.measured(64, 0, 0.64)
-    known.measured(8192, 0, 8.192)
-    assert known.seconds(128) == pytest.approx(1.28)  # small ones have a fixed part
-    assert known.seconds(4096) == pytest.approx(4.096)
+    assert unknown.slowdown(1000) == 1.0
 
 
 def test_without_a_machine_only_growth_is_known() -> None:
@@ -81,30 +64,26 @@ def test_without_a_machine_only_growth_is_known() -> None:
 
 
 def test_a_hit_saves_what_is_not_computed_and_not_attended_from() -> None:
-    profile = preset_profile("h100", 1)
-    machine = Restore(profile, LLAMA_7B, Partition(0, 32, 0))
-    costs = Estimates(machine)
+    costs = Estimates(MACHINE)
     near = costs.saved(Hit(tokens=4096, prefix=0, rest=64))
     far = costs.saved(Hit(tokens=4096, prefix=16384, rest=64))
     assert near is not None and far is not None
-    assert near == pytest.approx(machine.prefill(4096, 0), rel=0.05)
+    assert near == pytest.approx(MACHINE.prefill(4096, 0), rel=0.05)
     assert far > 1.5 * near  # attention to what is before is not computed either
 
 
 def test_a_profile_gives_all_rates() -> None:
-    machine = Restore(preset_profile("h100", 1), LLAMA_7B, Partition(0, 0, 32))
-    costs = Estimates(machine)
+    costs = Estimates(MACHINE)
     assert costs.read.seconds(4096) == pytest.approx(4096 * 32 * LLAMA_7B.kv_bytes / 6.9e9)
-    assert costs.loaded(4096) > 0
-    eager = Restore(preset_profile("h100", 1), LLAMA_7B, machine.partition, eager=True)
-    assert 0 < Estimates(eager).loaded(4096) < costs.loaded(4096) / 2
-    other_l3 = replace(machine, profile=preset_profile("h100"))
+    eager = Estimates(replace(MACHINE, eager=True))
+    assert 0 < eager.loaded(4096) < costs.loaded(4096) / 2
+    other_l3 = replace(MACHINE, profile=preset_profile("h100"))
     assert Estimates(other_l3).read.seconds(4096) is None
 
 
 def test_short_prefills_say_nothing_of_long_ones() -> None:
     """They take as long as the machine needs for any."""
-    costs = Estimates(Restore(preset_profile("h100", 1), LLAMA_7B, Partition(0, 0, 32)))
+    costs = Estimates(MACHINE)
     hit = Hit(tokens=4096, prefix=0, rest=1)
     before = costs.saved(hit)
     for _ in range(10):

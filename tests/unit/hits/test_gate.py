@@ -1,6 +1,7 @@
 """Which hits are read, which prefetches end, and what is done while L3 does not answer."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.unit.hits.gates import (
     read,
     reading,
     refused,
+    slices,
     takes,
     turn,
 )
@@ -56,19 +58,24 @@ def test_the_faster_one_of_reading_with_its_load_and_computing_is_chosen(
 
 
 @pytest.mark.parametrize(
-    ("recomputing", "taken"),
-    # Of the 2.0 s that L3 needs alone, 1.0 s are left where computing in slices takes 2.0 s, too.
-    [(1.0, True), (1.9, True), (2.1, False), (math.inf, False), (None, False)],
+    ("l3", "recomputing", "taken"),
+    [
+        # Of the 2.0 s that L3 needs alone, 1.0 s are left where slices take 2.0 s, too.
+        (2.0, slices(1.0), True),
+        (2.0, slices(1.9), True),
+        (2.0, slices(2.1), False),
+        (2.0, slices(math.inf), False),
+        (2.0, None, False),
+        # However well slices do: a prefill is what is known to be no slower.
+        (6.0, slices(0.9), True),
+        (8.0, slices(0.9), False),
+    ],
 )
 def test_a_hit_is_taken_that_is_sooner_there_if_its_front_is_recomputed(
-    recomputing: float | None, taken: bool, gate: Gate
+    l3: float, recomputing: Recomputing | None, taken: bool, gate: Gate
 ) -> None:
-    def seconds(tokens: int, prefix: int) -> float:
-        assert recomputing is not None and prefix == 0
-        return recomputing * tokens / 1000
-
-    read(gate, 2.0, times=2)
-    assert takes(gate, "a", recomputing=None if recomputing is None else seconds) is taken
+    read(gate, l3, times=2)
+    assert takes(gate, "a", recomputing=recomputing) is taken
 
 
 def test_while_the_front_is_waited_for_l3_is_not_slow(gate: Gate) -> None:
@@ -83,60 +90,10 @@ def test_while_the_front_is_waited_for_l3_is_not_slow(gate: Gate) -> None:
     assert gate.estimates.read.seconds(1000) == pytest.approx(0.5)
 
 
-def test_a_hit_is_refused_of_which_l3_would_bring_next_to_nothing(gate: Gate) -> None:
-    """However well slices do: a prefill is what is known to be no slower."""
-    for read_seconds, taken in ((6.0, True), (8.0, False)):
-        read(gate, read_seconds, times=2)
-        assert takes(gate, "a", recomputing=lambda tokens, prefix: 0.9e-3 * tokens) is taken
-        turn(gate)
-
-
-def test_a_prefetch_does_not_end_for_a_slightly_smaller_part_of_l3(gate: Gate) -> None:
-    """Taken with a little more than the least part; then slices get a tenth faster."""
-    pace = 0.9e-3
-    for _ in range(2):
-        read(gate, 0.9 * 0.87 / 0.13)  # the part of L3 is 0.13
-    assert takes(gate, "a", recomputing=lambda tokens, prefix: pace * tokens)
-    pace *= 0.9
-    with reading(gate, "a", 1000):
-        gate.now += 0.1
-        assert turn(gate, at(gate, "a")) == []
-    turn(gate)
-    assert not takes(gate, "b", recomputing=lambda tokens, prefix: pace * tokens)
-
-
-def test_a_prefetch_goes_on_while_its_front_is_recomputed(gate: Gate) -> None:
-    """L3 is ten times slower than it was; the front needs half as long again as computing."""
-    slices: list[Recomputing | None] = [lambda tokens, prefix: 1.2e-3 * tokens, None]
-    for recomputing, ended in zip(slices, ([], ["a"]), strict=True):
-        read(gate, 0.5)
-        read(gate, 0.5)
-        assert takes(gate, "a", recomputing=recomputing)
-        with reading(gate, "a", 1000):
-            gate.now += 0.9
-            gate.l3.arrived(STEP)
-            assert turn(gate, at(gate, "a", STEP)) == ended
-        turn(gate)
-
-
-@pytest.mark.parametrize(
-    ("reachable", "ended"), [(None, []), (1000, []), (700, []), (100, ["a"]), (0, ["a"])]
-)
-def test_a_prefetch_whose_front_slices_do_not_reach_ends_as_without_them(
-    reachable: int | None, ended: list[str], gate: Gate
-) -> None:
-    """L3 alone would take 2.0 s, and computing 1.0 s."""
-    read(gate, 2.0, times=2)
-    assert takes(gate, "a", recomputing=lambda tokens, prefix: 1e-3 * tokens)
-    with reading(gate, "a", 1000):
-        gate.now += 0.1
-        assert turn(gate, at(gate, "a", reachable=reachable)) == ended
-
-
 def test_the_front_of_an_earlier_hit_is_recomputed_first(gate: Gate) -> None:
     """Both would take 1.5 s to read. Slices are as fast as computing, and at one of them at a time:
     each takes 0.43 s with both."""
-    recomputing: Recomputing = lambda tokens, prefix: 1e-3 * tokens  # noqa: E731
+    recomputing = slices(1.0)
     read(gate, 0.75, times=2)
     assert takes(gate, "a", recomputing=recomputing)
     assert takes(gate, "b", recomputing=recomputing)  # 0.86 s
@@ -200,36 +157,61 @@ def test_work_of_the_gpu_whose_end_nobody_told_is_over_with_the_next(gate: Gate)
     assert gpu.seconds_busy(gate.now) == 0.0
 
 
-def test_while_requests_wait_a_hit_is_taken_that_saves_the_gpu_time(gate: Gate) -> None:
-    read(gate, 5.0)
-    gate.gpu.wanted = True
-    assert takes(gate, "a")
-    assert turn(gate, at(gate, "a")) == []
-    gate.gpu.wanted = False
-    assert turn(gate, at(gate, "a")) == ["a"]
-
-
-def test_a_new_request_may_have_the_name_of_a_refused_one(gate: Gate) -> None:
-    read(gate, 2.0)
-    assert not takes(gate, "a")
-    gate.prefetches.forget("a")
-    assert not refused(gate, "a")
-
-
 # ---- running prefetches ----
 
 
-def test_a_prefetch_ends_when_going_on_is_slower_than_computing_what_is_left(gate: Gate) -> None:
-    read(gate, 0.5)
-    assert takes(gate, "a", 1024)
+@pytest.mark.parametrize(
+    ("l3", "recomputing", "turns"),
+    # Seconds of L3 for a thousand tokens, and of slices. Of each turn: the time since the read
+    # began, tokens that have arrived, more about the prefetch, and whether it ends.
+    [
+        pytest.param(
+            0.5,
+            None,
+            [(0.2, 512, {}, False), (0.5, 512, {}, False), (1.0, 640, {}, True)],
+            id="l3 became slow",
+        ),
+        # Slower than it should have been, and as fast as computing.
+        pytest.param(
+            0.9, None, [(1.1, 896, {}, False), (1.1, 1024, {}, False)], id="little is left"
+        ),
+        # It is read from the back: without the rest, only its front counts.
+        pytest.param(
+            0.5,
+            None,
+            [(1.0, 512, {"lost": 512}, False), (1.0, 512, {}, True)],
+            id="what arrived would be lost",
+        ),
+        pytest.param(0.5, slices(1.2), [(0.9, 128, {}, False)], id="its front is recomputed"),
+        pytest.param(0.5, None, [(0.9, 128, {}, True)], id="its front is not recomputed"),
+        # All of it would take 2.0 s; the front has come so far that a tenth of that is left.
+        pytest.param(
+            2.0, slices(1.0), [(0.6, 896, {"lost": 256}, False)], id="its front was recomputed"
+        ),
+        # L3 alone would take 2.0 s, and computing 1.0 s.
+        pytest.param(
+            2.0,
+            slices(1.0),
+            [(0.1, 0, {"reachable": tokens}, tokens < 700) for tokens in (1000, 700, 100, 0)],
+            id="slices do not reach its front",
+        ),
+    ],
+)
+def test_a_prefetch_ends_if_going_on_is_slower_than_computing_what_is_left(
+    l3: float,
+    recomputing: Recomputing | None,
+    turns: list[tuple[float, int, dict[str, Any], bool]],
+    gate: Gate,
+) -> None:
+    read(gate, l3, times=2)
+    assert takes(gate, "a", 1024, recomputing=recomputing)
+    began, before = gate.now, 0
     with reading(gate, "a", 1024):
-        gate.now += 0.2
-        assert turn(gate, at(gate, "a", 512)) == []
-        gate.now += 0.3  # now it brings no more
-        assert turn(gate, at(gate, "a", 512)) == []
-        gate.now += 0.5
-        assert turn(gate, at(gate, "a", 512)) == ["a"]
-    assert refused(gate, "a")
+        for seconds, arrived, how, ends in turns:
+            gate.now = began + seconds
+            gate.l3.arrived(arrived - before)
+            before = arrived
+            assert gate.to_end([at(gate, "a", arrived, **{"lost": 0} | how)]) == [ends, False]
 
 
 def test_a_read_that_is_in_time_does_not_end_shortly_before_it_is_there(gate: Gate) -> None:
@@ -243,28 +225,31 @@ def test_a_read_that_is_in_time_does_not_end_shortly_before_it_is_there(gate: Ga
         assert turn(gate, at(gate, "a", step=1000)) == []
         gate.now += 0.4  # a quarter late: perhaps it hangs
         assert turn(gate, at(gate, "a", step=1000)) == ["a"]
+    assert refused(gate, "a")
+    gate.prefetches.forget("a")  # a new request may have its name
+    assert not refused(gate, "a")
 
 
-def test_a_prefetch_goes_on_when_little_is_left(gate: Gate) -> None:
-    read(gate, 0.9)
-    assert takes(gate, "a", 1024)
-    with reading(gate, "a", 1024):
-        gate.now += 1.1  # slower than it should have been, and as fast as computing
-        gate.l3.arrived(896)
-        assert turn(gate, at(gate, "a", 896)) == []
-        assert turn(gate, at(gate, "a", 1024)) == []
+def test_a_prefetch_does_not_end_for_a_slightly_smaller_part_of_l3(gate: Gate) -> None:
+    """Taken with a little more than the least part; then slices get a tenth faster."""
+    pace = 0.9e-3
+    read(gate, 0.9 * 0.87 / 0.13, times=2)  # the part of L3 is 0.13
+    assert takes(gate, "a", recomputing=lambda tokens, prefix: pace * tokens)
+    pace *= 0.9
+    with reading(gate, "a", 1000):
+        gate.now += 0.1
+        assert turn(gate, at(gate, "a")) == []
+    turn(gate)
+    assert not takes(gate, "b", recomputing=lambda tokens, prefix: pace * tokens)
 
 
-def test_what_would_be_lost_at_its_end_is_a_reason_to_go_on(gate: Gate) -> None:
-    """It is read from the back: without the rest, only its front counts."""
-    read(gate, 0.5)
-    assert takes(gate, "a", 1024)
-    with reading(gate, "a", 1024):
-        for _ in range(2):
-            gate.now += 0.5
-            gate.l3.arrived(256)
-        assert turn(gate, at(gate, "a", 512, lost=512)) == []
-        assert turn(gate, at(gate, "a", 512)) == ["a"]
+def test_while_requests_wait_a_prefetch_goes_on_that_saves_the_gpu_time(gate: Gate) -> None:
+    read(gate, 5.0)
+    gate.gpu.wanted = True
+    assert takes(gate, "a")
+    assert turn(gate, at(gate, "a")) == []
+    gate.gpu.wanted = False
+    assert turn(gate, at(gate, "a")) == ["a"]
 
 
 def test_what_is_worth_nothing_in_parts_does_not_end_for_being_slow(gate: Gate) -> None:
@@ -289,16 +274,6 @@ def test_the_read_of_a_prefetch_that_ended_is_no_reason_to_end_others(gate: Gate
         gate.now += 0.5
         assert turn(gate, at(gate, "b")) == []  # the other one's request was aborted
         assert gate.may_ask("c", 0)
-
-
-def test_what_was_recomputed_need_not_be_read_any_more(gate: Gate) -> None:
-    """All of it would take 2.0 s; the front has come so far that a tenth of that is left."""
-    read(gate, 2.0, tokens=1024, times=2)
-    assert takes(gate, "a", 1024, recomputing=lambda tokens, prefix: 1e-3 * tokens)
-    with reading(gate, "a", 1024):
-        gate.now += 0.6
-        gate.l3.arrived(256)
-        assert turn(gate, at(gate, "a", 896, lost=256)) == []
 
 
 # ---- L3 that does not answer ----
@@ -398,17 +373,15 @@ def test_what_another_rank_sees_counts(gate: Gate) -> None:
     assert not gate.may_ask("c", 0)
 
 
+# ---- records of prefetches ----
+
+
 def test_refusals_are_remembered_of_the_last_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hcache_backend.prefetch.prefetch._REMEMBERED", 2)
     prefetches = Prefetches()
     for name in "abc":
         prefetches.refuse(Prefetch(name), State.REFUSED)
     assert [prefetches.ask(name, 0, None).refused for name in "abc"] == [False, True, True]
-
-
-def test_the_end_of_a_read_that_did_not_begin_is_nothing(gate: Gate) -> None:
-    gate.read_ends()
-    assert gate.l3.reading is None
 
 
 class Operation:
@@ -428,21 +401,25 @@ def test_the_prefetch_of_an_operation_is_one_record_while_the_operation_lives() 
     assert len(prefetches._of) == 2
 
 
-def test_states_of_a_prefetch_from_the_question_to_its_end(gate: Gate) -> None:
-    states = []
-    for seconds, meeting in ((0.5, None), (0.5, Meeting()), (5.0, None)):
-        read(gate, seconds, times=2)
-        gate.may_ask("a", 0)
-        prefetch = named(gate, "a")
-        prefetch.meeting = meeting
-        states.append(prefetch.state)
-        gate.takes(prefetch, 1000, 1000)
-        states.append(prefetch.state)
-        with reading(gate, "a", 1000):
-            states.append(prefetch.state)
-        states.append(prefetch.state)
-        turn(gate)
-    asked, refused = State.ASKED, State.REFUSED
-    assert states[:4] == [asked, asked, State.READING, State.DONE]
-    assert states[4:8] == [asked, asked, State.MEETING, State.DONE]
-    assert states[8:] == [asked, refused, refused, refused]
+@pytest.mark.parametrize(
+    ("seconds", "meeting", "states"),
+    [
+        (0.5, None, [State.ASKED, State.READING, State.DONE]),
+        (0.5, Meeting(), [State.ASKED, State.MEETING, State.DONE]),
+        (5.0, None, [State.REFUSED] * 3),
+    ],
+)
+def test_states_of_a_prefetch_from_the_question_to_its_end(
+    seconds: float, meeting: Meeting | None, states: list[State], gate: Gate
+) -> None:
+    read(gate, seconds, times=2)
+    gate.may_ask("a", 0)
+    prefetch = named(gate, "a")
+    prefetch.meeting = meeting
+    assert prefetch.state == State.ASKED
+    gate.takes(prefetch, 1000, 1000)
+    found = [prefetch.state]
+    with reading(gate, "a", 1000):
+        found.append(prefetch.state)
+    gate.read_ends()  # it has ended already
+    assert [*found, prefetch.state] == states
