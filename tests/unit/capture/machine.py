@@ -51,19 +51,13 @@ class Machine:
         *,
         layers: int = LAYERS,
         replay: int = 0,
-        rows: object = None,
-        allocated: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
         before: Callable[[int], object] = lambda layer: None,
     ) -> bool:
         """One step; with ``replay`` a recorded graph of that many rows runs instead of Python.
-
-        ``allocated`` is the tensor of ``slots``, as the allocator gave it; ``before`` is called
-        before each layer.
-        """
-        n = len(slots)
-        hidden = torch.randn(LAYERS, max(n, replay), WIDTH) if rows is None else rows
-        assert isinstance(hidden, torch.Tensor)
-        where = torch.tensor(slots) if allocated is None else allocated
+        ``before`` is called before each layer."""
+        hidden = torch.randn(LAYERS, max(len(slots), replay), WIDTH) if rows is None else rows
+        where = torch.tensor(slots)
         self.capture.ledger.pass_begins()
         step = self.capture.begin(where, where, where + 100)
         for layer in range(layers):

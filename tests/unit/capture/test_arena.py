@@ -1,19 +1,13 @@
 """The arena: what a backup, a load, a proof and a free do, one fact at a time."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from hcache_backend.arena import NO_NAMESPACE, Arena, Verdict
 from tests.integrity import assert_sound_arena
 from tests.unit.capture.small_arena import LAYOUT, NAMESPACE, SIZE, arena, ids, slots_of
-
-
-def captured(a: Arena, pages: list[int], first: int = 0) -> np.ndarray:
-    slots = slots_of(pages)
-    positions = np.arange(first, first + len(slots))
-    ticket = a.begin(slots, positions, positions + 500)
-    assert a.prove(slots, ticket, np.ones(len(slots), np.uint8)) == (0, 0)
-    return slots
 
 
 def promised(a: Arena) -> tuple[np.ndarray, int]:
@@ -58,47 +52,6 @@ def test_an_unfit_page_that_lost_a_row_as_well_is_never_stamped() -> None:
     assert not a.none_lost and not a.whole(ids(0))
 
 
-@pytest.mark.parametrize("on_the_device", [True, False])
-def test_what_is_unfit_stays_so_in_every_later_backup(on_the_device: bool) -> None:
-    """Whether the host page is freed while its tokens are on the device, or they are loaded to
-    other slots first."""
-    a = arena(keeps_unfit=True)
-    slots, ticket = promised(a)
-    a.prove(slots, ticket, np.array([1, 2, 1, 1], np.uint8))
-    assert a.problem(slots) is None and a.unfit_rows(slots).any()
-    a.swap(slots, ids(0))
-    if not on_the_device:
-        slots = slots_of([3])
-        a.allocated(slots)
-        a.loaded(slots, ids(0))
-    a.host_freed(ids(0))
-    assert a.problem(slots) is None and a.unfit_rows(slots).any()
-    a.swap(slots, ids(4))
-    assert (a.depth(ids(4)) > 0).all() and not a.whole(ids(4))
-    assert_sound_arena(a)
-
-
-def test_a_page_that_is_filled_anew_or_read_from_l3_is_not_unfit_any_more() -> None:
-    a = arena(keeps_unfit=True)
-    slots, ticket = promised(a)
-    a.prove(slots, ticket, np.array([1, 2, 1, 1], np.uint8))
-    a.swap(slots, ids(0))
-    a.host_dropped(ids(0))
-    a.expect(ids(0))
-    assert not (a.depth(ids(0)) > 0).any()
-    captured(a, [2])
-    a.swap(slots, ids(1))
-    assert not (a.depth(ids(1)) > 0).any() and a.whole(ids(1))
-
-
-def test_the_proof_of_an_older_allocation_counts_for_nothing() -> None:
-    a = arena()
-    slots, ticket = promised(a)
-    a.allocated(slots[2:3])
-    a.prove(slots, ticket, np.ones(4, np.uint8))
-    assert a.problem(slots) == "rows not valid"
-
-
 @pytest.mark.parametrize("positions", [[1, 2, 3, 4], [0, 1, 3, 2], [4, 5, 6, 8]])
 def test_positions_must_follow_each_other_from_a_page_boundary(positions: list[int]) -> None:
     a = arena()
@@ -109,8 +62,8 @@ def test_positions_must_follow_each_other_from_a_page_boundary(positions: list[i
 
 def test_slots_that_are_no_whole_pages_are_refused() -> None:
     a = arena()
-    captured(a, [1, 2])
-    assert a.problem(np.array([5, 4, 6, 7])) == "slots are not whole pages"
+    slots, _ = promised(a)
+    assert a.problem(slots[[1, 0, 2, 3]]) == "slots are not whole pages"
 
 
 def test_the_memory_must_have_a_page_for_every_entry() -> None:
@@ -145,26 +98,22 @@ def test_tokens_that_were_loaded_from_such_a_page_are_not_backed_up_from_it() ->
     assert_sound_arena(pool)
 
 
-def expected(a: Arena, *host_pages: int) -> np.ndarray:
-    """Host pages whose rows were recomputed and are on their way, of tokens from position 0 on."""
-    pages = ids(*host_pages)
-    a.lose(pages)  # they held something else before
-    positions = np.arange(len(pages) * SIZE)
-    a.recomputed(pages, positions, positions + 500)
-    return pages
-
-
-@pytest.mark.parametrize("freed", ["freed", "dropped", "all"])
-def test_what_arrives_for_a_page_that_was_freed_meanwhile_is_of_no_interest(freed: str) -> None:
+@pytest.mark.parametrize("free", [Arena.host_freed, Arena.host_dropped])
+def test_what_arrives_for_a_page_that_was_freed_meanwhile_is_of_no_interest(free: Any) -> None:
     a = arena()
-    pages = expected(a, 0)
-    if freed == "all":
-        a.clear()
-    else:
-        (a.host_freed if freed == "freed" else a.host_dropped)(pages)
-    assert not (a.depth(pages) < 0).any()
-    again = expected(a, 0)
-    a.arrived(pages, np.array([False]))
+
+    def expected() -> np.ndarray:
+        """A host page whose rows are recomputed and on their way."""
+        page = ids(0)
+        a.lose(page)  # it held something else before
+        a.recomputed(page, np.arange(SIZE), np.arange(SIZE))
+        return page
+
+    page = expected()
+    free(a, page)
+    assert not (a.depth(page) < 0).any()
+    again = expected()
+    a.arrived(page, np.array([False]))
     assert a.whole(again) is None and not (a.depth(again) > 0).any()
     a.arrived(again, np.array([False]))
     assert a.whole(again) is False

@@ -65,13 +65,9 @@ class ScriptedScheduler(RuleBasedStateMachine):
 
     def expected(self, node: Node) -> np.ndarray:
         """Rows of a node, uint8 ``[pages, layers, tokens, 8]``."""
-        value = np.empty((node.pages, 2, SIZE, 8), np.uint8)
-        for page in range(node.pages):
-            for layer in range(2):
-                for token in range(SIZE):
-                    position = node.first + page * SIZE + token
-                    value[page, layer, token] = (node.sequence * 37 + position * 5 + layer) % 251
-        return value
+        positions = node.first + np.arange(node.pages * SIZE).reshape(-1, 1, SIZE, 1)
+        values = node.sequence * 37 + positions * 5 + np.arange(2).reshape(-1, 1, 1)
+        return np.broadcast_to(values % 251, (node.pages, 2, SIZE, 8)).astype(np.uint8)
 
     def submit(self, changes: ShadowChanges) -> None:
         def apply() -> None:
@@ -80,7 +76,6 @@ class ScriptedScheduler(RuleBasedStateMachine):
         self.queue.append(apply)
 
     def transfer(self, node: Node, start: int, end: int, ticket: int) -> None:
-        assert node.device is not None
         slots, rows = slots_of(node.device)[start:end], self.expected(node)
         verdicts = np.full(len(slots), node.written, np.uint8)
         if not node.encodable:
@@ -132,7 +127,6 @@ class ScriptedScheduler(RuleBasedStateMachine):
         node = Node(self.sequences, 8 * SIZE, self.allocate(pages), None)
         node.promised, node.written = fate != "no promise", fate != "not written"
         node.encodable = fate != "not encodable"
-        assert node.device is not None
         slots = slots_of(node.device)
         ends = sorted({min(cut, len(slots)), len(slots)})
         for start, end in zip([0, *ends], ends, strict=False):
@@ -171,7 +165,6 @@ class ScriptedScheduler(RuleBasedStateMachine):
         node = self.pick(data, lambda n: n.host is None)
         if node is None or len(self.free_host) < node.pages:
             return  # exhaustion: the node stays without a host copy
-        assert node.device is not None
         slots = slots_of(node.device)
         problem = self.arena.problem(slots)
         if node.promised and node.written:
@@ -202,14 +195,14 @@ class ScriptedScheduler(RuleBasedStateMachine):
     def reclaim_the_host_copy(self, data: st.DataObject) -> None:
         """``write_back`` frees host copies of nodes that are still on the device."""
         node = self.pick(data, lambda n: n.device is not None and n.backup_done)
-        if node is not None and node.host is not None:
+        if node is not None:
             self.free_host_pages(node.host)
             node.host, node.backup_done = None, False
 
     @rule(data=st.data())
     def evict_from_device(self, data: st.DataObject) -> None:
         node = self.pick(data, lambda n: n.device is not None and (n.host is None or n.backup_done))
-        if node is not None and node.device is not None:
+        if node is not None:
             self.free_device += node.device
             node.device = None
             if node.host is None:
@@ -218,7 +211,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
     @rule(data=st.data())
     def evict_from_host(self, data: st.DataObject) -> None:
         node = self.pick(data, lambda n: n.device is None)
-        if node is not None and node.host is not None:
+        if node is not None:
             self.free_host_pages(node.host)
             self.nodes.remove(node)
 
@@ -226,7 +219,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
     def load(self, data: st.DataObject) -> None:
         """A node can be loaded, or is removed: else it would be a miss for ever."""
         node = self.pick(data, lambda n: n.device is None)
-        if node is None or node.host is None or len(self.free_device) < node.pages:
+        if node is None or len(self.free_device) < node.pages:
             return
         pages = ids(*node.host)
         prepared = all(page in self.recomputing for page in node.host)
@@ -292,11 +285,8 @@ class ScriptedScheduler(RuleBasedStateMachine):
         self.tell(*self.coming.pop(0))
 
     def tell(self, host: np.ndarray, fits: np.ndarray) -> None:
-        wanted = [
-            page
-            for page, fit in zip(host.tolist(), fits.tolist(), strict=True)
-            if not fit and self.recomputing.get(page) is host
-        ]
+        still = [self.recomputing.get(page) is host for page in host.tolist()]
+        wanted = host[~fits & still].tolist()
         self.arena.arrived(host, fits)
         assert (self.arena.depth(ids(*wanted)) > 0).all()
         for node in self.nodes:
@@ -305,9 +295,8 @@ class ScriptedScheduler(RuleBasedStateMachine):
             for i in lost if node.device is not None else ():
                 problem = self.arena.problem(slots_of(node.device[i : i + 1]))
                 assert problem == "rows not valid", "rows count that do not fit"
-        for page in host.tolist():
-            if self.recomputing.get(page) is host:
-                del self.recomputing[page]
+        for page in host[still].tolist():
+            del self.recomputing[page]
 
     @rule()
     def flush(self) -> None:

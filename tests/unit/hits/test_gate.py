@@ -4,6 +4,8 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hcache_backend.plan.profile import preset_profile
 from hcache_backend.plan.restore import Partition, Restore
@@ -28,10 +30,6 @@ from tests.unit.partition.pipelines import public_model
 # ---- taking and refusing ----
 
 
-def test_a_hit_is_taken_if_nothing_is_known() -> None:
-    assert takes(Gate(), "a")
-
-
 @pytest.mark.parametrize(
     ("seconds", "loading", "wanted", "min_gain", "taken"),
     [
@@ -49,8 +47,11 @@ def test_a_hit_is_taken_if_nothing_is_known() -> None:
 def test_the_faster_one_of_reading_with_its_load_and_computing_is_chosen(
     seconds: float, loading: float, wanted: bool, min_gain: float, taken: bool
 ) -> None:
-    gate = computing_a_thousand_a_second(Gate(min_gain=min_gain))
+    gate = Gate(min_gain=min_gain)
     read(gate, seconds, times=2)
+    assert takes(gate, "before anything was computed")
+    turn(gate)
+    computing_a_thousand_a_second(gate)
     if loading:
         gate.prefilled(10, 1000, loaded=1000, seconds=loading)
     gate.gpu.wanted = wanted
@@ -76,6 +77,20 @@ def test_a_hit_is_taken_that_is_sooner_there_if_its_front_is_recomputed(
 ) -> None:
     read(gate, l3, times=2)
     assert takes(gate, "a", recomputing=recomputing) is taken
+
+
+@given(
+    tokens=st.integers(0, 2000),
+    read_seconds=st.floats(0, 100),
+    pace=st.sampled_from([0.0, 0.1, 1.0, math.inf]) | st.floats(0, 100),
+    reachable=st.sampled_from([0, math.inf]) | st.integers(0, 2000),
+    begun=st.booleans(),
+)
+def test_slices_bring_no_hit_later_than_l3_alone(
+    tokens: int, read_seconds: float, pace: float, reachable: float, begun: bool
+) -> None:
+    hit = Hit(tokens, 0, 1, recomputing=slices(pace), reachable=reachable)
+    assert 0 <= hit.until_there(read_seconds, begun=begun) <= read_seconds
 
 
 def test_while_the_front_is_waited_for_l3_is_not_slow(gate: Gate) -> None:

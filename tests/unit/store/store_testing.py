@@ -1,9 +1,11 @@
 """What the tests of the store shard: pages that can be told apart, and small stores."""
 
 import errno
+import json
 import mmap
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -161,6 +163,13 @@ def page_files(*dirs: Path) -> list[Path]:
     return [path for root in dirs for path in sorted(root.glob("pages/??/*.page"))]
 
 
+def damage(path: Path, place: int = -1) -> None:
+    """Change one byte of a file."""
+    changed = bytearray(path.read_bytes())
+    changed[place] ^= 1
+    path.write_bytes(changed)
+
+
 def assert_sound(store: PageStore) -> None:
     """Index and files agree: nothing uncounted, nothing unfinished, totals right."""
     for disk in store.disks:
@@ -185,6 +194,37 @@ def ext4_image(path: Path, megabytes: int, *options: str) -> Path:
     if made.returncode:
         pytest.skip(f"no ext4 can be made here: {made.stderr.decode().strip()}")
     return path
+
+
+COMMANDS = """
+import json, os, sys
+from typer.testing import CliRunner
+from hcache_backend.cli.main import app
+results = []
+for command in sys.argv[2:]:
+    result = CliRunner().invoke(app, [*command.split(), "-d", sys.argv[1], "--json"])
+    results.append([result.exit_code, result.output])
+print(json.dumps([os.getpid(), results]))
+"""
+
+
+def hcache_commands(
+    inside: Sequence[str],
+    folder: Path,
+    *commands: str,
+    preexec: Callable[[], object] | None = None,
+) -> tuple[int, list[tuple[int, str]]]:
+    """Run commands of ``hcache`` on a folder in one process, which the command line ``inside``
+    starts: its number, and status and output of each."""
+    done = subprocess.run(
+        [*inside, sys.executable, "-c", COMMANDS, str(folder), *commands],
+        capture_output=True,
+        text=True,
+        check=True,
+        preexec_fn=preexec,
+    )
+    pid, results = json.loads(done.stdout.splitlines()[-1])
+    return pid, results
 
 
 def names(folder: Path) -> list[str]:

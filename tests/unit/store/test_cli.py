@@ -3,18 +3,20 @@
 import ctypes
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from store_testing import (
+    FILE,
     NAMESPACE,
     OTHER_NAMESPACE,
     assert_sound,
     content,
+    damage,
     get,
+    hcache_commands,
     key,
     look_after,
     names,
@@ -27,8 +29,6 @@ from typer.testing import CliRunner
 from hcache_backend.cli import doctor
 from hcache_backend.cli.main import app
 from hcache_backend.store import PageStore
-
-FILE = 4096 + 16384
 
 
 @pytest.fixture
@@ -56,53 +56,60 @@ def hcache_json(*arguments: object, status: int = 0) -> dict[str, Any]:
     return found
 
 
-def doctor_checks(folder: Path, status: int = 0) -> dict[str, dict[str, str]]:
+def stats(folder: Path) -> dict[str, Any]:
+    [found] = hcache_json("stats", "-d", folder)["folders"]
+    return found
+
+
+def verify(folder: Path, *options: str, status: int = 0) -> dict[str, Any]:
+    [found] = hcache_json("verify", "-d", folder, *options, status=status)["folders"].values()
+    return found
+
+
+def doctor_checks(folder: Path) -> dict[str, dict[str, str]]:
     """The checks of a folder by what they are about, without the folder's name."""
-    checks = hcache_json("doctor", "-d", folder, status=status)["checks"]
+    checks = hcache_json("doctor", "-d", folder)["checks"]
     return {check["subject"].removeprefix(str(folder)).lstrip(": "): check for check in checks}
 
 
 def test_stats_and_ls_show_pages(folder: Path, store: PageStore) -> None:
-    [found] = hcache_json("stats", "-d", folder)["folders"]
+    found = stats(folder)
     assert (found["pages"], found["bytes"]) == (6, 6 * FILE)
     assert found["namespaces"][NAMESPACE.hex()]["pages"] == 4
     assert "120.0 KiB" in hcache("stats", "-d", folder)
     pages = hcache_json("ls", "-d", folder)["pages"]
     assert {page["key"] for page in pages} == {key(number).hex() for number in range(6)}
-    other = hcache_json("ls", "-d", folder, "-n", OTHER_NAMESPACE.hex()[:6])["pages"]
-    assert len(other) == 2
-    assert len(hcache_json("ls", "-d", folder, "--limit", 3)["pages"]) == 3
-    said = hcache("ls", "-d", folder, "--limit", 3)
+    for options, number in ((("-n", OTHER_NAMESPACE.hex()[:6]), 2), (("--limit", 3), 3)):
+        assert len(hcache_json("ls", "-d", folder, *options)["pages"]) == number
     assert key(0).hex()[:12] in hcache("ls", folder)
-    assert "(the first 3; more with --limit)" in said
+    assert "(the first 3; more with --limit)" in hcache("ls", "-d", folder, "--limit", 3)
 
 
 def test_verify_finds_and_repairs(folder: Path, store: PageStore) -> None:
     assert "6" in hcache("verify", "-d", folder)
     damaged, missing, *_ = page_files(folder)
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    damage(damaged)
     missing.unlink()
     (damaged.parent / "notes.txt").write_text("?")
-    [found] = hcache_json("verify", "-d", folder, status=1)["folders"].values()
-    kinds = ("pages", "damaged", "missing", "unknown")
-    assert [found[kind] if kind == "pages" else len(found[kind]) for kind in kinds] == [4, 1, 1, 1]
+    found = verify(folder, status=1)
+    assert found["pages"] == 4
+    assert [len(found[kind]) for kind in ("damaged", "missing", "unknown")] == [1, 1, 1]
     assert damaged.exists(), "without --repair nothing is changed"
     assert "checksum" in hcache("verify", "-d", folder, status=1)
-    [repaired] = hcache_json("verify", "--repair", "-d", folder)["folders"].values()
-    assert repaired["repaired"] == 3
-    [clean] = hcache_json("verify", "-d", folder)["folders"].values()
+    assert verify(folder, "--repair")["repaired"] == 3
+    clean = verify(folder)
     assert (clean["pages"], clean["problems"]) == (4, 0)
     assert_sound(store)
 
 
 def test_verify_rebuilds_the_index_under_a_live_server(folder: Path, store: PageStore) -> None:
-    [found] = hcache_json("verify", "--rebuild", "-d", folder)["folders"].values()
+    found = verify(folder, "--rebuild")
     assert (found["adopted"], found["pages"], found["problems"]) == (6, 6, 0)
     look_after(store)
     assert put(store, 7) == [True]
     assert all(get(store, number) == content(key(number)) for number in (0, 1, 2, 3, 7))
     assert_sound(store)
-    assert hcache_json("stats", "-d", folder)["folders"][0]["pages"] == 7
+    assert stats(folder)["pages"] == 7
 
 
 def test_verify_only_looks_at_an_index_that_a_reboot_left_open(
@@ -110,13 +117,11 @@ def test_verify_only_looks_at_an_index_that_a_reboot_left_open(
 ) -> None:
     store.close()
     monkeypatch.setattr("hcache_backend.store.folder._boot_id", lambda: b"another boot")
-    [found] = hcache_json("verify", "-d", folder)["folders"].values()
+    found = verify(folder)
     assert (found["pages"], found["problems"], found["adopted"]) == (6, 0, 0)
-    [found] = hcache_json("stats", "-d", folder)["folders"]
-    assert not found["index_complete"]
-    hcache("verify", "--repair", "-d", folder)
-    [found] = hcache_json("stats", "-d", folder)["folders"]
-    assert found["index_complete"]
+    assert not stats(folder)["index_complete"]
+    verify(folder, "--repair")
+    assert stats(folder)["index_complete"]
 
 
 def test_gc_evicts_down_to_the_bounds(folder: Path, store: PageStore) -> None:
@@ -143,17 +148,6 @@ def test_clear_deletes_what_it_was_asked_to(folder: Path, store: PageStore) -> N
     assert page_files(folder) == []
 
 
-def test_doctor_looks_at_folders_and_leaves_nothing(folder: Path, store: PageStore) -> None:
-    before = sorted(names(folder))
-    checks = doctor_checks(folder)
-    assert checks[""]["verdict"] == "good"
-    assert "writes" in checks["speed"]["detail"]
-    assert sorted(names(folder)) == before
-    new = folder.parent / "not" / "yet"
-    assert "does not exist yet" in doctor_checks(new)[""]["detail"]
-    assert not new.exists()
-
-
 def by_permissions(folder: Path) -> list[str]:
     """Take away every right to write; the command runs without root's power to ignore that."""
     for path in (folder, *folder.rglob("*")):
@@ -177,37 +171,14 @@ def without_root_power() -> None:
         ctypes.CDLL(None).prctl(drop_from_bounding_set, power, 0, 0, 0)
 
 
-SEVERAL_COMMANDS = """
-import json, sys
-from typer.testing import CliRunner
-from hcache_backend.cli import doctor
-from hcache_backend.cli.main import app
-folder, *commands = sys.argv[1:]
-for command in commands:
-    result = CliRunner().invoke(app, [command, "-d", folder, "--json"])
-    print(json.dumps([result.exit_code, result.output]))
-"""
-
-
-def in_a_process(inside: list[str], folder: Path, *commands: str) -> list[tuple[int, str]]:
-    """Status and output of commands on a folder that the command line ``inside`` runs."""
-    run = subprocess.run(
-        [*inside, sys.executable, "-c", SEVERAL_COMMANDS, str(folder), *commands],
-        capture_output=True,
-        text=True,
-        check=True,
-        preexec_fn=without_root_power,
-    )
-    return [json.loads(line) for line in run.stdout.splitlines()]
-
-
 @pytest.mark.parametrize("protect", [by_permissions, by_mount])
 def test_a_store_that_cannot_be_written_can_be_looked_at(
     protect: Callable[[Path], list[str]], folder: Path, store: PageStore
 ) -> None:
     store.close()
     before = names(folder)
-    results = in_a_process(protect(folder), folder, "stats", "ls", "verify", "doctor", "gc")
+    commands = ("stats", "ls", "verify", "doctor", "gc")
+    _, results = hcache_commands(protect(folder), folder, *commands, preexec=without_root_power)
     assert [status for status, _ in results] == [0, 0, 0, 1, 2], results
     stats, pages, verified, doctor = (json.loads(output) for _, output in results[:4])
     assert stats["folders"][0]["pages"] == 6
@@ -225,7 +196,8 @@ def test_a_store_that_cannot_be_read_is_named(folder: Path, store: PageStore) ->
     store.close()
     folder.parent.chmod(0)
     try:
-        results = in_a_process([], folder, "stats", "ls", "verify", "doctor")
+        commands = ("stats", "ls", "verify", "doctor")
+        _, results = hcache_commands([], folder, *commands, preexec=without_root_power)
     finally:
         folder.parent.chmod(0o700)
     assert [status for status, _ in results] == [2, 2, 2, 1]
@@ -242,24 +214,20 @@ def test_a_store_whose_index_is_gone_is_to_be_verified_with_a_new_one(
     told = " ".join(hcache("stats", "-d", folder, status=2).split())
     assert "its index cannot be opened" in told
     assert "hcache verify --rebuild makes a new one" in told
-    assert hcache_json("verify", "--rebuild", "-d", folder)["folders"][str(folder)]["pages"] == 6
-    assert hcache_json("stats", "-d", folder)["folders"][0]["pages"] == 6
+    assert verify(folder, "--rebuild")["pages"] == stats(folder)["pages"] == 6
 
 
-def test_doctor_says_when_the_disk_has_no_room(
+def test_doctor_tells_speed_and_room_of_a_disk(
     folder: Path, store: PageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HCACHE_CONFIG", json.dumps({"min_free_bytes": 1 << 60}))
-    found = doctor_checks(folder)["free"]
-    assert found["verdict"] == "fair"
-    assert "no room, option 'min_free_bytes' keeps 1.0 EiB" in found["detail"]
-
-
-def test_doctor_says_when_a_folder_cannot_work(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    found = doctor_checks(tmp_path, status=1)[""]
-    assert found["verdict"] == "bad"
-    assert "not a page store's" in found["detail"]
+    before = sorted(names(folder))
+    checks = doctor_checks(folder)
+    assert "writes" in checks["speed"]["detail"]
+    assert checks["free"]["verdict"] == "fair"
+    assert "no room, option 'min_free_bytes' keeps 1.0 EiB" in checks["free"]["detail"]
+    assert sorted(names(folder)) == before
+    assert "does not exist yet" in doctor_checks(folder.parent / "new")[""]["detail"]
 
 
 @pytest.mark.parametrize("command", ["stats", "ls", "verify", "gc", "clear"])
@@ -279,15 +247,7 @@ def test_wrong_options_are_explained(
 
 @pytest.mark.parametrize(
     ("kind", "verdict"),
-    [
-        ("ext4", "good"),
-        ("overlay", "fair"),
-        ("ceph", "fair"),
-        ("lustre", "fair"),
-        ("gpfs", "fair"),
-        ("9p", "fair"),
-        ("fuse.glusterfs", "fair"),
-    ],
+    [("ext4", "good"), *((kind, "fair") for kind in ("overlay", "lustre", "9p", "fuse.glusterfs"))],
 )
 def test_doctor_knows_file_systems(
     kind: str, verdict: str, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -295,10 +255,3 @@ def test_doctor_knows_file_systems(
     monkeypatch.setattr(doctor, "file_system_of", lambda place: kind)
     found = doctor_checks(folder)["file system"]
     assert found["verdict"] == verdict and found["detail"].startswith(kind)
-
-
-@pytest.mark.parametrize("command", ["stats", "ls", "verify", "doctor"])
-def test_tables_fit_into_80_columns(command: str, folder: Path, store: PageStore) -> None:
-    shown = hcache(command, folder)
-    tables = shown.split("Last server")[0].splitlines()
-    assert max(len(line.replace(str(folder), "")) for line in tables) <= 80

@@ -19,12 +19,14 @@ from store_testing import (
     content,
     get,
     key,
+    keys,
     look_after,
     memory,
     names,
     open_files,
     open_quiet,
     put,
+    there,
 )
 
 from hcache_backend.store import FileOps, PageStore
@@ -33,7 +35,6 @@ from hcache_backend.store.index import Index
 QUOTA = 5 * (PAGE + 4096)
 PAGES = 11
 VERSIONS = 2
-
 FAULTS = ("EIO", "ENOSPC", "EIO-after", "short", "torn", "lost")
 
 
@@ -133,21 +134,21 @@ def scenario(folder: Path, ops: FileOps) -> None:
     store = open_quiet(folder, ops=ops, durability="always", quota_bytes=QUOTA)
     try:
         put(store, 0, 1, 2)
-        again = [[memory(content(key(n), version=1))] for n in (1, 3)]
-        store.put(NAMESPACE, [key(1), key(3)], again)
+        again = [[memory(content(name, version=1))] for name in keys([1, 3])]
+        store.put(NAMESPACE, keys([1, 3]), again)
         shifted = memory(content(key(4)), shift=8)
         store.put(NAMESPACE, [key(4)], [[shifted[:5000], shifted[5000:]]])
         shifted[:] = bytes(PAGE)
         read_all(store)
         for number in range(5, PAGES, 2):
-            sequence = [key(n) for n in range(5, number)]
-            store.use(NAMESPACE, [key(0), *sequence])
-            put(store, number, number + 1, prefix=[key(0), *sequence])
+            sequence = keys([0, *range(5, number)])
+            store.use(NAMESPACE, sequence)
+            put(store, number, number + 1, prefix=sequence)
         store.flush()
         read_all(store)
         put(store, 12, namespace=OTHER_NAMESPACE)
         store.drop(OTHER_NAMESPACE)
-        store.exists(NAMESPACE, [key(n) for n in range(PAGES)])
+        there(store, *range(PAGES))
         look_after(store)
         store.flush()
     finally:

@@ -1,14 +1,17 @@
 """Page files: what version 2 wrote stays readable, and no changed byte goes unnoticed."""
 
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from store_testing import (
+    FILE,
     NAMESPACE,
     PAGE,
     content,
+    damage,
     get,
     key,
     memory,
@@ -37,11 +40,9 @@ def test_version_2_files_stay_readable(tmp_path: Path) -> None:
     fixtures = sorted(FIXTURES.glob("*.page"))
     assert len(fixtures) == 3
     for fixture in fixtures:
-        parsed = parse_name(fixture.name)
-        assert parsed is not None
-        bucket = folder / "pages" / parsed.bucket
+        bucket = folder / "pages" / parse_name(fixture.name).bucket
         bucket.mkdir(exist_ok=True)
-        (bucket / fixture.name).write_bytes(fixture.read_bytes())
+        shutil.copy(fixture, bucket)
     with store.disks[0].use() as opened:
         assert len(find_unknown_files(opened, adopt=True).pages) == 3
     whole, shared = memory(LAYERS.page_bytes), memory(LAYERS.page_bytes)
@@ -57,33 +58,32 @@ def damaged_versions(original: bytes) -> Iterator[tuple[str, bytes]]:
         changed[position] ^= 0xFF
         yield f"header byte {position}", bytes(changed)
     chance = random.Random(5)
-    for _ in range(5000):
+    for _ in range(2000):
         bit = chance.randrange(4096 * 8, (4096 + PAGE) * 8)
         changed = bytearray(original)
         changed[bit // 8] ^= 1 << bit % 8
         yield f"payload bit {bit}", bytes(changed)
 
 
-def test_any_changed_byte_is_a_miss(tmp_path: Path, store: PageStore) -> None:
+@pytest.fixture
+def page(store: PageStore) -> Path:
+    """The file of page 1, which stays when it is found damaged."""
     put(store, 1)
-    [path] = page_files(tmp_path / "store")
-    original = path.read_bytes()
-    assert len(original) == 4096 + PAGE
-    [[record]] = store.disks[0].lookup(NAMESPACE, [key(1)])
-    disk = store.disks[0]
-    disk._discard = lambda *ignored: None  # type: ignore[method-assign]  # put it back by hand
-    target = memory(PAGE)
-    with path.open("r+b", buffering=0) as file:
-        for what, changed in damaged_versions(original):
+    store.disks[0]._discard = lambda *ignored: None
+    [path] = page_files(store.disks[0].path)
+    return path
+
+
+def test_any_changed_byte_is_a_miss(page: Path, store: PageStore) -> None:
+    original, target = page.read_bytes(), memory(PAGE)
+    assert len(original) == FILE
+    with page.open("r+b", buffering=0) as file:
+        for what, changed in (*damaged_versions(original), ("as it was", original)):
             file.seek(0)
             file.write(changed)
             file.truncate(len(changed))
-            assert store.get(NAMESPACE, [key(1)], [[target]]) == [False], what
-        file.seek(0)
-        file.write(original)
-        file.truncate(len(original))
-    assert get(store, 1) == content(key(1)), "the undamaged file is still believed"
-    assert disk.lookup(NAMESPACE, [key(1)]) == [[record]]
+            found = store.get(NAMESPACE, [key(1)], [[target]])
+            assert found == [what == "as it was"], what
 
 
 @pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2), Shard(3, 8)])
@@ -106,13 +106,10 @@ def test_a_changed_byte_at_either_end_of_any_unit_is_a_miss(
 
 
 @pytest.mark.parametrize("step", [37, pytest.param(1, marks=pytest.mark.long)])
-def test_any_truncated_length_is_a_miss(tmp_path: Path, store: PageStore, step: int) -> None:
-    put(store, 1)
-    [path] = page_files(tmp_path / "store")
-    store.disks[0]._discard = lambda *ignored: None  # type: ignore[method-assign]
+def test_any_truncated_length_is_a_miss(page: Path, store: PageStore, step: int) -> None:
     target = memory(PAGE)
-    with path.open("r+b", buffering=0) as file:
-        lengths = {*range(4200), *range(4200, 4096 + PAGE, step), 4096 + PAGE - 1}
+    with page.open("r+b", buffering=0) as file:
+        lengths = {*range(4200), *range(4200, FILE, step), FILE - 1}
         for length in sorted(lengths, reverse=True):
             file.truncate(length)
             assert store.get(NAMESPACE, [key(1)], [[target]]) == [False], length
@@ -123,7 +120,7 @@ def test_a_damaged_page_is_deleted_and_can_be_stored_again(
 ) -> None:
     put(store, 1)
     [path] = page_files(tmp_path / "store")
-    path.write_bytes(path.read_bytes()[:-1] + b"\x01" + b"\x00")
+    path.write_bytes(path.read_bytes() + b"\x00")
     assert get(store, 1) is None
     assert store.stats.bad_pages == 1
     assert page_files(tmp_path / "store") == []
@@ -134,12 +131,10 @@ def test_a_damaged_page_is_deleted_and_can_be_stored_again(
 
 def test_a_page_under_another_name_is_a_miss(tmp_path: Path, store: PageStore) -> None:
     put(store, 1, 2)
-    one, two = page_files(tmp_path / "store")
-    one_bytes = one.read_bytes()
-    one.write_bytes(two.read_bytes())
-    two.write_bytes(one_bytes)
-    assert get(store, 1) is None
-    assert get(store, 2) is None
+    files = page_files(tmp_path / "store")
+    for file, data in zip(files, [file.read_bytes() for file in reversed(files)], strict=True):
+        file.write_bytes(data)
+    assert get(store, 1) is get(store, 2) is None
 
 
 def test_every_unit_is_verified_alone(tmp_path: Path, store: PageStore) -> None:
@@ -147,16 +142,12 @@ def test_every_unit_is_verified_alone(tmp_path: Path, store: PageStore) -> None:
     original = content(key(1), LAYERS.page_bytes)
     store.put(NAMESPACE, [key(1)], [[memory(original)]], table=LAYERS)
     [path] = page_files(tmp_path / "store")
-    layout, units = file_layout(LAYERS, WHOLE), [u for u in units_of(LAYERS) if u.segment == 4]
-    damaged = next(unit for unit in units if unit.eighths == 1 << 7)
-    data = bytearray(path.read_bytes())
-    data[layout.header_bytes + damaged.page_offset] ^= 1
-    path.write_bytes(data)
+    units = (unit for unit in units_of(LAYERS) if (unit.segment, unit.eighths) == (4, 1 << 7))
+    damage(path, file_layout(LAYERS, WHOLE).header_bytes + next(units).page_offset)
     for number in range(8):
-        shard = Shard(number, 8)
-        wanted = payload(original, LAYERS, shard)
+        wanted = payload(original, LAYERS, Shard(number, 8))
         target = memory(len(wanted))
-        found = store.get(NAMESPACE, [key(1)], [[target]], shard=shard)
+        found = store.get(NAMESPACE, [key(1)], [[target]], shard=Shard(number, 8))
         assert found == [number != 7]
         assert number == 7 or bytes(target) == wanted
 
@@ -182,27 +173,25 @@ def test_what_is_no_key_is_refused(store: PageStore, bad: object) -> None:
 
 
 def test_a_table_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="segment 1 has 100 bytes in 8 groups of 1 units"):
-        SegmentTable((Segment(64, 8), Segment(100, 8)))
-    with pytest.raises(ValueError, match="segment 0 has 64 bytes in 4 groups of 3 units"):
-        SegmentTable((Segment(64, 4, 3),))
-    with pytest.raises(ValueError, match="segment 0 has 3 groups; there are 1, 2, 4 or 8"):
-        SegmentTable((Segment(96, 3),))
-    with pytest.raises(ValueError, match="shard 2 of 2"):
-        file_layout(LAYERS, Shard(2, 2))
-    with pytest.raises(ValueError, match="shard 0 of 3"):
-        file_layout(LAYERS, Shard(0, 3))
+    for segment, said in (
+        (Segment(100, 8), "has 100 bytes in 8 groups of 1 units"),
+        (Segment(64, 4, 3), "has 64 bytes in 4 groups of 3 units"),
+        (Segment(96, 3), "has 3 groups; there are 1, 2, 4 or 8"),
+    ):
+        with pytest.raises(ValueError, match=f"segment 1 {said}"):
+            SegmentTable((Segment(64, 8), segment))
+    for number, of in ((2, 2), (0, 3)):
+        with pytest.raises(ValueError, match=f"shard {number} of {of}"):
+            file_layout(LAYERS, Shard(number, of))
 
 
 @pytest.mark.parametrize("version", [1, 3])
 def test_a_file_of_another_version_says_so_and_is_a_miss(
-    tmp_path: Path, store: PageStore, version: int
+    page: Path, store: PageStore, version: int
 ) -> None:
-    put(store, 1)
-    [path] = page_files(tmp_path / "store")
-    data = bytearray(path.read_bytes())
+    data = bytearray(page.read_bytes())
     data[4] = version
-    path.write_bytes(data)
+    page.write_bytes(data)
     with pytest.raises(DamagedFileError, match=f"format version {version}; this is version 2"):
         parse_header(memoryview(data))
     assert get(store, 1) is None

@@ -7,12 +7,12 @@ needs it runs in processes of its own.
 import ctypes
 import importlib
 import json
-import logging
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store_testing import config
@@ -87,59 +87,34 @@ def test_a_driver_that_kvikio_cannot_use_is_found_by_a_read(tmp_path: Path) -> N
     assert said.startswith("nothing it fails: ") and "undefined symbol" in said
 
 
-@pytest.fixture
-def state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KvikioState:
-    """The state of the test's parameters, as every module finds it."""
-    found = KvikioState(*request.param)
-    for module in ("cli.doctor", "store.file_ops"):
-        monkeypatch.setattr(f"hcache_backend.{module}.kvikio_state", lambda: found)
-    return found
-
-
-@pytest.mark.parametrize("state", [("nothing", "a reason")], indirect=True)
-def test_pages_are_read_as_posix_where_kvikio_does_nothing(
-    state: KvikioState, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert type(best_file_ops(config(tmp_path, reader="posix"))) is FileOps
-        assert caplog.messages == []
-        assert type(best_file_ops(config(tmp_path, reader="kvikio"))) is FileOps
-    [message] = caplog.messages
-    assert message.endswith("'reader' is 'kvikio': a reason")
-
-
 @pytest.mark.parametrize(
-    ("state", "reader", "verdict", "said"),
+    ("mode", "reader", "verdict", "said"),
     [
-        (("nothing", "a reason"), "posix", "skip", "a reason; not needed (reader: posix)"),
-        (("nothing", "a reason"), "kvikio", "fair", "a reason; pages are read by posix"),
-        (
-            ("compat", "a reason"),
-            "kvikio",
-            "good",
-            "compat: a reason; reads pages into host memory",
-        ),
-        (
-            ("GDS", "a reason"),
-            "kvikio",
-            "good",
-            "GDS: a reason; reads pages into host memory, without GDS",
-        ),
+        ("nothing", "posix", "skip", "a reason; not needed (reader: posix)"),
+        ("nothing", "kvikio", "fair", "a reason; pages are read by posix"),
+        ("compat", "kvikio", "good", "compat: a reason; reads pages into host memory"),
+        ("GDS", "kvikio", "good", "GDS: a reason; reads pages into host memory, without GDS"),
     ],
-    indirect=["state"],
 )
-def test_doctor_says_what_kvikio_would_do(
-    state: KvikioState,
+def test_store_and_doctor_say_what_kvikio_does(
+    mode: Any,
     reader: str,
     verdict: str,
     said: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    state = KvikioState(mode, "a reason")
+    for module in ("cli.doctor", "store.file_ops"):
+        monkeypatch.setattr(f"hcache_backend.{module}.kvikio_state", lambda: state)
+    if mode == "nothing":
+        assert type(best_file_ops(config(tmp_path, reader=reader))) is FileOps
+        warned = [line.endswith("'reader' is 'kvikio': a reason") for line in caplog.messages]
+        assert warned == [True] * (reader == "kvikio")
     options = {"dirs": [str(tmp_path / "store")], "reader": reader}
     monkeypatch.setenv("HCACHE_CONFIG", json.dumps(options))
     result = CliRunner().invoke(app, ["doctor", "--json"])
     checks = {check["subject"]: check for check in json.loads(result.output)["checks"]}
-    found = checks["KvikIO"]
-    assert found["verdict"] == verdict
-    assert found["detail"].startswith(said)
+    assert checks["KvikIO"]["verdict"] == verdict
+    assert checks["KvikIO"]["detail"].startswith(said)

@@ -2,17 +2,19 @@
 
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from store_testing import (
     NAMESPACE,
     OTHER_NAMESPACE,
     assert_sound,
     content,
     key,
+    keys,
     memory,
     open_quiet,
     payload,
@@ -37,8 +39,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        shared = Path("/dev/shm")
-        self.root = Path(tempfile.mkdtemp(dir=shared if shared.is_dir() else None))
+        self.root = Path(tempfile.mkdtemp(dir="/dev/shm"))
         self.folders = [self.root / "a", self.root / "b"]
         self.given: dict[tuple[bytes, int], dict[Shard, set[bytes]]] = {}
         self.bounded = False
@@ -56,56 +57,39 @@ class StoreMachine(RuleBasedStateMachine):
         self.writer = writer
         self.open(self.bounded)
 
-    @rule(batch=st.lists(numbers, min_size=1, max_size=5, unique=True), namespace=namespaces)
-    def put(self, batch: list[int], namespace: bytes) -> None:
-        self.put_share(batch, namespace, Shard(0, 1), 0)
-
     @rule(
-        batch=st.lists(numbers, min_size=1, max_size=3, unique=True),
+        batch=st.lists(numbers, min_size=1, max_size=5, unique=True),
         namespace=namespaces,
         shard=shards,
         shift=st.sampled_from([0, 8]),
     )
-    def put_share(self, batch: list[int], namespace: bytes, shard: Shard, shift: int) -> None:
-        views = [
-            memory(payload(self.page(namespace, number), TABLE, shard), shift) for number in batch
-        ]
+    def put(self, batch: list[int], namespace: bytes, shard: Shard, shift: int) -> None:
+        page = self.page
+        views = [memory(payload(page(namespace, n), TABLE, shard), shift) for n in batch]
         pages = [[view[:700], view[700:]] for view in views]
-        names = [key(number) for number in batch]
-        stored = self.store.put(namespace, names, pages, shard=shard, table=TABLE)
+        stored = self.store.put(namespace, keys(batch), pages, shard=shard, table=TABLE)
         assert all(stored) or self.bounded
         for view in views:
             view[:] = bytes(len(view))
         for number, ok in zip(batch, stored, strict=True):
             mine = self.given.setdefault((namespace, number), {})
-            covered = not shard.eighths & ~self.eighths(namespace, number)
             # What was evicted is written again, nobody knows when.
-            if ok and (self.bounded or not covered):
+            if ok and (self.bounded or not self.is_given(namespace, number, shard)):
                 mine.setdefault(shard, set()).add(self.writer)
 
-    @rule(batch=st.lists(numbers, min_size=1, max_size=8), namespace=namespaces)
-    def get(self, batch: list[int], namespace: bytes) -> None:
-        self.get_share(batch, namespace, Shard(0, 1))
-
-    @rule(batch=st.lists(numbers, min_size=1, max_size=3), namespace=namespaces, shard=shards)
-    def get_share(self, batch: list[int], namespace: bytes, shard: Shard) -> None:
+    @rule(batch=st.lists(numbers, min_size=1, max_size=8), namespace=namespaces, shard=shards)
+    def get(self, batch: list[int], namespace: bytes, shard: Shard) -> None:
         views = [memory(len(payload(bytes(SIZE), TABLE, shard))) for _ in batch]
-        names = [key(number) for number in batch]
-        found = self.store.get(namespace, names, [[view] for view in views], shard=shard)
+        found = self.store.get(namespace, keys(batch), [[view] for view in views], shard=shard)
+        self.check(namespace, batch, shard, found)
         for number, view, ok in zip(batch, views, found, strict=True):
-            given = not shard.eighths & ~self.eighths(namespace, number)
-            assert ok <= given, "a page that was never given, or was deleted, is there"
-            assert ok or not given or self.bounded, "a page is gone without eviction"
             if ok:
                 assert bytes(view) == payload(self.page(namespace, number), TABLE, shard)
 
     @rule(namespace=namespaces, shard=shards)
     def exists(self, namespace: bytes, shard: Shard) -> None:
-        present = self.store.exists(namespace, [key(n) for n in range(16)], shard=shard)
-        for number, ok in enumerate(present):
-            given = not shard.eighths & ~self.eighths(namespace, number)
-            assert ok <= given
-            assert ok or not given or self.bounded
+        present = self.store.exists(namespace, keys(range(16)), shard=shard)
+        self.check(namespace, range(16), shard, present)
 
     @rule(writer=writers)
     def drop_writer(self, writer: bytes) -> None:
@@ -126,24 +110,32 @@ class StoreMachine(RuleBasedStateMachine):
         for name in [name for name in self.given if name[0] == namespace]:
             del self.given[name]
 
+    @precondition(lambda self: hasattr(self, "store"))
     @invariant()
     def sound(self) -> None:
-        if hasattr(self, "store"):
-            assert_sound(self.store)
-            for disk in self.store.disks:
-                with disk.use() as folder:
-                    assert not self.bounded or folder.index.totals().bytes <= QUOTA
+        for disk in self.store.disks:
+            with disk.use() as folder:
+                assert not self.bounded or folder.index.totals().bytes <= QUOTA
+        assert_sound(self.store)
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
             self.store.close()
         shutil.rmtree(self.root)
 
-    def eighths(self, namespace: bytes, number: int) -> int:
-        mask = 0
-        for shard in self.given.get((namespace, number), {}):
-            mask |= shard.eighths
-        return mask
+    def is_given(self, namespace: bytes, number: int, shard: Shard) -> bool:
+        missing = shard.eighths
+        for given in self.given.get((namespace, number), {}):
+            missing &= ~given.eighths
+        return not missing
+
+    def check(
+        self, namespace: bytes, numbers: Sequence[int], shard: Shard, found: list[bool]
+    ) -> None:
+        for number, ok in zip(numbers, found, strict=True):
+            given = self.is_given(namespace, number, shard)
+            assert ok <= given, "a page that was never given, or was deleted, is there"
+            assert ok or not given or self.bounded, "a page is gone without eviction"
 
     @staticmethod
     def page(namespace: bytes, number: int) -> bytes:
@@ -152,5 +144,5 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(
-    max_examples=120, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=80, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -1,8 +1,7 @@
 """Shares of pages: every rank has the memory of its own share, and reads what others wrote."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import xxhash
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from store_testing import (
     NAMESPACE,
     content,
+    damage,
     key,
     memory,
     open_quiet,
@@ -35,6 +35,7 @@ LAYERS = SegmentTable(
         Segment(32768, 8),
     )
 )
+PAGE_1 = content(key(1), LAYERS.page_bytes)
 UNTOUCHED = 0xEE
 
 COUNTS = (1, 2, 4, 8)
@@ -72,12 +73,11 @@ def put_share(
     shard: Shard,
     table: SegmentTable = LAYERS,
     *,
-    page: bytes | None = None,
+    page: bytes = b"",
     cut: int = 0,
     shift: int = 0,
 ) -> bool:
-    page = content(key(1), table.page_bytes) if page is None else page
-    view = memory(payload(page, table, shard), shift)
+    view = memory(payload(page or content(key(1), table.page_bytes), table, shard), shift)
     [stored] = store.put(NAMESPACE, [key(1)], [split(view, cut)], shard=shard, table=table)
     view[:] = bytes(len(view))
     return stored
@@ -93,11 +93,17 @@ def get_share(
     return bytes(target) if found else None
 
 
-def union(shards: Sequence[Shard]) -> int:
-    mask = 0
-    for shard in shards:
-        mask |= shard.eighths
-    return mask
+def share_file(store: PageStore, shard: Shard) -> Path:
+    """The file that holds a share of page 1."""
+    folders = [disk.path for disk in store.disks]
+    end = f".{shard.number}of{shard.of}.page"
+    [path] = [path for path in page_files(*folders) if path.name.endswith(end)]
+    return path
+
+
+def own(shard: Shard) -> bytes:
+    """A rank's share of page 1."""
+    return payload(PAGE_1, LAYERS, shard)
 
 
 @settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
@@ -146,27 +152,19 @@ def test_a_lost_share_is_a_miss_for_the_ranks_that_need_it(
     for number in range(writers):
         put_share(store, Shard(number, writers))
     lost = Shard(data.draw(st.integers(0, writers - 1)), writers)
-    [path] = [
-        path
-        for path in page_files(*(disk.path for disk in store.disks))
-        if path.name.endswith(f".{lost.number}of{lost.of}.page")
-    ]
-    missing = lost.eighths
+    path, missing = share_file(store, lost), lost.eighths
     if how == "bit":
         layout = file_layout(LAYERS, lost)
         units = [unit for unit in layout.units if unit.eighths != ALL_EIGHTHS]
         unit = data.draw(st.sampled_from(units))
         missing = unit.eighths
-        changed = bytearray(path.read_bytes())
-        changed[layout.header_bytes + unit.payload_offset + unit.length - 1] ^= 1
-        path.write_bytes(changed)
+        damage(path, layout.header_bytes + unit.payload_offset + unit.length - 1)
     elif how == "cut":
         path.write_bytes(path.read_bytes()[:-4096])
     else:
         path.unlink()
     found = get_share(store, shard)
-    page = content(key(1), LAYERS.page_bytes)
-    assert found == (None if shard.eighths & missing else payload(page, LAYERS, shard))
+    assert found == (None if shard.eighths & missing else own(shard))
     if found is None:
         assert get_share(store, shard) is None
         assert not store.exists(NAMESPACE, [key(1)], shard=shard)[0], "it is known to be gone"
@@ -177,14 +175,10 @@ def test_a_damaged_header_segment_costs_the_ranks_that_have_it_of_that_file(
 ) -> None:
     for number in range(2):
         put_share(store, Shard(number, 2))
-    [path] = [path for path in page_files(store.disks[0].path) if "1of2" in path.name]
-    changed = bytearray(path.read_bytes())
-    changed[4096 + 100] ^= 1
-    path.write_bytes(changed)
-    page = content(key(1), LAYERS.page_bytes)
-    for shard in (Shard(0, 1), Shard(0, 2), Shard(1, 4), Shard(2, 4)):
+    damage(share_file(store, Shard(1, 2)), 4096 + 100)
+    for shard in (WHOLE, Shard(0, 2), Shard(1, 4), Shard(2, 4)):
         found = get_share(store, shard)
-        assert found is None or found == payload(page, LAYERS, shard)
+        assert found is None or found == own(shard)
         assert shard == WHOLE or (found is None) == bool(shard.eighths & Shard(1, 2).eighths)
 
 
@@ -201,18 +195,15 @@ def test_what_every_share_repeats_is_read_once_and_of_one_file(store: PageStore)
     assert store.stats.bad_pages == 0
 
 
-def test_what_is_covered_is_not_written_again(store: PageStore) -> None:
-    folder = store.disks[0].path
-    for shard in (Shard(0, 2), Shard(1, 2), WHOLE, Shard(3, 4), Shard(7, 8)):
+def test_an_entry_without_file_covers_nothing(store: PageStore) -> None:
+    for shard in (Shard(0, 2), Shard(1, 2)):
         assert put_share(store, shard)
-    assert len(page_files(folder)) == 2
-    assert store.stats.pages_already_stored == 3
-    page_files(folder)[1].unlink()
+    share_file(store, Shard(1, 2)).unlink()
     assert put_share(store, Shard(1, 4))
-    assert store.stats.pages_already_stored == 4, "the file of the other half is still there"
+    assert store.stats.pages_already_stored == 1, "the file of the other half is still there"
     assert put_share(store, Shard(3, 4))
-    assert store.stats.pages_written == 3, "an entry without file covers nothing"
-    assert len(page_files(folder)) == 2
+    assert store.stats.pages_written == 3
+    assert len(page_files(store.disks[0].path)) == 2
 
 
 def test_aligned_shares_go_straight_between_memory_and_disk(tmp_path: Path) -> None:
@@ -227,16 +218,15 @@ def test_aligned_shares_go_straight_between_memory_and_disk(tmp_path: Path) -> N
             pytest.skip("the file system has no direct I/O")
     for number in range(2):
         put_share(store, Shard(number, 2))
-    page = content(key(1), LAYERS.page_bytes)
     readings.clear()
-    assert get_share(store, Shard(1, 2)) == payload(page, LAYERS, Shard(1, 2))
+    assert get_share(store, Shard(1, 2)) == own(Shard(1, 2))
     assert readings == [2], "header and payload in one reading, each one piece of memory"
     readings.clear()
-    assert get_share(store, WHOLE) == page
+    assert get_share(store, WHOLE) == PAGE_1
     assert readings == [4, 3, 1], "a file in one reading, but for what the other has brought"
-    assert get_share(store, Shard(1, 4)) == payload(page, LAYERS, Shard(1, 4))
+    assert get_share(store, Shard(1, 4)) == own(Shard(1, 4))
     assert store.stats.bytes_copied == 0
-    assert get_share(store, Shard(1, 2), shift=8) == payload(page, LAYERS, Shard(1, 2))
+    assert get_share(store, Shard(1, 2), shift=8) == own(Shard(1, 2))
     assert store.stats.bytes_copied > 0
 
 
@@ -256,43 +246,38 @@ def test_a_page_in_more_pieces_than_a_system_call_takes_is_read(tmp_path: Path) 
 
 @pytest.mark.parametrize("wrong", [Shard(2, 2), Shard(0, 3), Shard(-1, 4), Shard(0, 0)])
 def test_what_is_no_share_is_refused(store: PageStore, wrong: Shard) -> None:
-    view = memory(LAYERS.page_bytes)
-    calls: list[Callable[[], Any]] = [
-        lambda: store.exists(NAMESPACE, [key(1)], shard=wrong),
-        lambda: store.get(NAMESPACE, [key(1)], [[view]], shard=wrong),
-        lambda: store.put(NAMESPACE, [key(1)], [[view]], shard=wrong, table=LAYERS),
-    ]
-    for call in calls:
+    page = [[memory(LAYERS.page_bytes)]]
+    for call, pages in ((store.exists, []), (store.get, [page]), (store.put, [page])):
+        table = {"table": LAYERS} if call == store.put else {}
         with pytest.raises(ValueError, match="there are 1, 2, 4 or 8"):
-            call()
+            call(NAMESPACE, [key(1)], *pages, shard=wrong, **table)
 
 
 def test_digests_that_the_caller_has_are_not_computed_again(
     store: PageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = content(key(1), LAYERS.page_bytes)
     shard = Shard(1, 2)
-    own = payload(page, LAYERS, shard)
+    share = own(shard)
     starts = ((unit.payload_offset, unit.length) for unit in units_of(LAYERS, shard))
-    digests = [xxhash.xxh3_64_intdigest(own[start : start + length]) for start, length in starts]
+    digests = [xxhash.xxh3_64_intdigest(share[start : start + length]) for start, length in starts]
+
+    def put(*digests: list[int]) -> list[bool]:
+        pages = [[memory(share)]]
+        return store.put(NAMESPACE, [key(1)], pages, shard=shard, table=LAYERS, digests=digests)
+
     with monkeypatch.context() as patched:
         patched.delattr("hcache_backend.format.units.xxhash")
-        [stored] = store.put(
-            NAMESPACE, [key(1)], [[memory(own)]], shard=shard, table=LAYERS, digests=[digests]
-        )
-    assert stored
-    [path] = page_files(store.disks[0].path)
-    assert parse_header(memoryview(path.read_bytes())).digests == tuple(digests)
-    assert get_share(store, shard) == own
+        assert put(digests) == [True]
+    header = parse_header(memoryview(share_file(store, shard).read_bytes()))
+    assert header.digests == tuple(digests)
+    assert get_share(store, shard) == share
     digests[3] ^= 1
     store.drop(NAMESPACE)
-    store.put(NAMESPACE, [key(1)], [[memory(own)]], shard=shard, table=LAYERS, digests=[digests])
+    put(digests)
     assert get_share(store, shard) is None, "a page that is not what its digests say is a miss"
     for wrong in ([digests[:-1]], [digests, digests]):
         with pytest.raises(ValueError, match="digests"):
-            store.put(
-                NAMESPACE, [key(1)], [[memory(own)]], shard=shard, table=LAYERS, digests=wrong
-            )
+            put(*wrong)
 
 
 def test_memory_that_is_not_that_of_the_share_is_refused(store: PageStore) -> None:
@@ -306,6 +291,5 @@ def test_memory_that_is_not_that_of_the_share_is_refused(store: PageStore) -> No
         put_share(store, written)
         assert store.get(NAMESPACE, [key(1)], [[whole]], shard=half) == [False]
         assert store.get(NAMESPACE, [key(1)], [[whole[:-8]]]) == [False]
-        page = content(key(1), LAYERS.page_bytes)
-        assert get_share(store, half) == payload(page, LAYERS, half), "the page itself is fine"
+        assert get_share(store, half) == own(half), "the page itself is fine"
         store.drop(NAMESPACE)

@@ -1,7 +1,7 @@
 """Tests that need KvikIO and a GPU driver; ``test_kvikio.py`` runs them over the stand-in."""
 
 import os
-from collections.abc import Callable
+import re
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -70,45 +70,31 @@ def test_a_read_that_failed_writes_to_memory_no_more(
     assert sorted(said[:-1]) == [f"end {number}" for number in range(refused or 3)]
 
 
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Says what the machine has: other things than the one that runs the tests."""
-    there = tmp_path / "there"
-    there.mkdir()
-
-    def have(**found: bool) -> None:
-        for name in ("MODULES", "GDS_DRIVER", "UDEV"):
-            path = there if found[name] else tmp_path / "not there"
-            monkeypatch.setattr(states, name, path)
-
-    return have
-
-
-def test_it_is_known_how_bytes_would_come_to_the_device(machine: Callable[..., None]) -> None:
-    without_compat = kvikio.defaults.set({"compat_mode": kvikio.CompatMode.OFF})
-    with without_compat:
-        machine(MODULES=True, GDS_DRIVER=True, UDEV=True)
-        assert kvikio_state().mode == "GDS"
-        machine(MODULES=True, GDS_DRIVER=False, UDEV=True)
-        assert kvikio_state() == ("compat", "cuFile's driver nvidia-fs is not loaded")
-        machine(MODULES=False, GDS_DRIVER=False, UDEV=True)
-        mode, why = kvikio_state()
-        assert mode == "nothing"
-        assert "would hang" in why and "KVIKIO_COMPAT_MODE=ON" in why
-        assert kvikio.defaults.get("compat_mode") == kvikio.CompatMode.OFF, "as it was found"
-    with kvikio.defaults.set({"compat_mode": kvikio.CompatMode.ON}):
-        machine(MODULES=False, GDS_DRIVER=True, UDEV=False)
-        mode, why = kvikio_state()
-        assert (mode, why) == ("compat", "compatibility mode is on (KVIKIO_COMPAT_MODE)")
-
-
-def test_it_is_known_why_kvikio_does_without_cufile(
-    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("option", "there", "mode", "why"),
+    [
+        ("OFF", ["MODULES", "GDS_DRIVER", "UDEV"], "GDS", "where cuFile and its driver"),
+        ("OFF", ["MODULES", "UDEV"], "compat", "cuFile's driver nvidia-fs is not loaded"),
+        ("OFF", ["UDEV"], "nothing", "would hang.*KVIKIO_COMPAT_MODE=ON"),
+        ("ON", ["GDS_DRIVER"], "compat", "compatibility mode is on .KVIKIO_COMPAT_MODE"),
+        ("AUTO", ["GDS_DRIVER"], "compat", "containers must mount it"),
+        ("AUTO", ["MODULES", "GDS_DRIVER", "UDEV"], "compat", "libcufile.so.0"),
+    ],
+)
+def test_it_is_known_how_bytes_would_come_to_the_device(
+    option: str,
+    there: list[str],
+    mode: str,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvikio.defaults, "is_compat_mode_preferred", lambda: True)
-    with kvikio.defaults.set({"compat_mode": kvikio.CompatMode.AUTO}):
-        machine(MODULES=False, GDS_DRIVER=True, UDEV=False)
-        assert kvikio_state().mode == "compat"
-        assert "containers must mount it" in kvikio_state().why
-        machine(MODULES=True, GDS_DRIVER=True, UDEV=True)
-        assert "libcufile.so.0" in kvikio_state().why
+    for name in ("MODULES", "GDS_DRIVER", "UDEV"):
+        monkeypatch.setattr(states, name, tmp_path / ("" if name in there else "nowhere"))
+    if option == "AUTO":
+        monkeypatch.setattr(kvikio.defaults, "is_compat_mode_preferred", lambda: True)
+    wanted = kvikio.CompatMode[option]
+    with kvikio.defaults.set({"compat_mode": wanted}):
+        found = kvikio_state()
+        assert kvikio.defaults.get("compat_mode") == wanted, "as it was found"
+    assert found.mode == mode and re.search(why, found.why)
