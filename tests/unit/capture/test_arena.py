@@ -52,6 +52,47 @@ def test_an_unfit_page_that_lost_a_row_as_well_is_never_stamped() -> None:
     assert not a.none_lost and not a.whole(ids(0))
 
 
+@pytest.mark.parametrize("on_the_device", [True, False])
+def test_what_is_unfit_stays_so_in_every_later_backup(on_the_device: bool) -> None:
+    """Whether the host page is freed while its tokens are on the device, or they are loaded to
+    other slots first."""
+    a = arena(keeps_unfit=True)
+    slots, ticket = promised(a)
+    a.prove(slots, ticket, np.array([1, 2, 1, 1], np.uint8))
+    assert a.problem(slots) is None and a.unfit_rows(slots).any()
+    a.swap(slots, ids(0))
+    if not on_the_device:
+        slots = slots_of([3])
+        a.allocated(slots)
+        a.loaded(slots, ids(0))
+    a.host_freed(ids(0))
+    assert a.problem(slots) is None and a.unfit_rows(slots).any()
+    a.swap(slots, ids(4))
+    assert (a.depth(ids(4)) > 0).all() and not a.whole(ids(4))
+    assert_sound_arena(a)
+
+
+def test_a_page_that_is_filled_anew_or_read_from_l3_is_not_unfit_any_more() -> None:
+    a = arena(keeps_unfit=True)
+    slots, ticket = promised(a)
+    a.prove(slots, ticket, np.array([1, 2, 1, 1], np.uint8))
+    a.swap(slots, ids(0))
+    a.host_dropped(ids(0))
+    a.expect(ids(0))
+    assert not (a.depth(ids(0)) > 0).any()
+    assert a.prove(*promised(a), np.ones(4, np.uint8)) == (0, 0)
+    a.swap(slots, ids(1))
+    assert not (a.depth(ids(1)) > 0).any() and a.whole(ids(1))
+
+
+def test_the_proof_of_an_older_allocation_counts_for_nothing() -> None:
+    a = arena()
+    slots, ticket = promised(a)
+    a.allocated(slots[2:3])
+    a.prove(slots, ticket, np.ones(4, np.uint8))
+    assert a.problem(slots) == "rows not valid"
+
+
 @pytest.mark.parametrize("positions", [[1, 2, 3, 4], [0, 1, 3, 2], [4, 5, 6, 8]])
 def test_positions_must_follow_each_other_from_a_page_boundary(positions: list[int]) -> None:
     a = arena()

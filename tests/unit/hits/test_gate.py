@@ -90,7 +90,7 @@ def test_slices_bring_no_hit_later_than_l3_alone(
     tokens: int, read_seconds: float, pace: float, reachable: float, begun: bool
 ) -> None:
     hit = Hit(tokens, 0, 1, recomputing=slices(pace), reachable=reachable)
-    assert 0 <= hit.until_there(read_seconds, begun=begun) <= read_seconds
+    assert 0 <= hit.until_there(read_seconds, begun=begun) <= read_seconds * (1 + 1e-9)
 
 
 def test_while_the_front_is_waited_for_l3_is_not_slow(gate: Gate) -> None:

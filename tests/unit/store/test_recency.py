@@ -101,17 +101,20 @@ class Meeting(Ops):
 
     def write(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
         self._written = True
-        self._meet(not self._looking)
+        if not self._looking:
+            self._meet()
         return super().write(fd, buffers, offset)
 
     def free_bytes(self, fd: int) -> int:
         free = super().free_bytes(fd)
-        self._meet(self._looking and self._written)
+        if self._looking and self._written:
+            self._meet()
         return free
 
-    def _meet(self, now: bool) -> None:
-        if now and self.others is not None:
-            meeting, self.others, self._written = threading.Thread(target=self.others), None, False
+    def _meet(self) -> None:
+        others, self.others, self._written = self.others, None, False
+        if others is not None:
+            meeting = threading.Thread(target=others)
             meeting.start()
             meeting.join(1.0)  # they may have to wait for a lock that is held here
 
