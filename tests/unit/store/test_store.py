@@ -184,11 +184,11 @@ def test_a_folder_is_out_of_use_for_now_only_where_others_are_in_use(
         open_quiet(*blocked)
     assert caplog.messages == []
     store = open_quiet(tmp_path / "store", *blocked)
-    assert put(store, 1, 2) == [True, True]
-    assert get(store, 2) == content(key(2))
     assert [line.split(":")[1] for line in caplog.messages] == [
         f" {path} cannot be used for now" for path in blocked
     ]
+    assert put(store, 1, 2) == [True, True]
+    assert get(store, 2) == content(key(2))
 
 
 def test_a_file_that_cannot_be_removed_does_not_stop_eviction(

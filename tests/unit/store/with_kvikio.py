@@ -93,7 +93,7 @@ def test_it_is_known_how_bytes_would_come_to_the_device(
         monkeypatch.setattr(states, name, tmp_path / ("" if name in there else "nowhere"))
     if option == "AUTO":
         monkeypatch.setattr(kvikio.defaults, "is_compat_mode_preferred", lambda: True)
-    wanted = kvikio.CompatMode[option]
+    wanted = getattr(kvikio.CompatMode, option)
     with kvikio.defaults.set({"compat_mode": wanted}):
         found = kvikio_state()
         assert kvikio.defaults.get("compat_mode") == wanted, "as it was found"
