@@ -109,7 +109,7 @@ def test_every_event_that_is_counted_has_a_counter() -> None:
                 event = call.args[0]
                 if isinstance(event, ast.JoinedStr):  # any value, after what all of them begin with
                     first = next(part for part in event.values if isinstance(part, ast.Constant))
-                    counted.add((table, f"{first.value}reason"))
+                    counted.add((table, f"{first.value!s}reason"))
                 elif isinstance(event, ast.Constant):
                     counted.add((table, str(event.value)))
     assert len(counted) > 50

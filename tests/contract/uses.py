@@ -62,7 +62,7 @@ class Uses:
     def texts(self) -> set[str]:
         """Dotted names in texts, such as the targets of hooks; two texts may be added up."""
         constants = {
-            ast.unparse(node.targets[0]): node.value.value
+            ast.unparse(node.targets[0]): ast.literal_eval(node.value)
             for node in self._tree.body
             if isinstance(node, ast.Assign) and _is_text(node.value)
         }

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -129,9 +129,8 @@ class Machine:
             unused = ("recomputer", "exchange", "hooks", "runner")
             codec |= {"layers": (), **dict.fromkeys(unused)}
         self.plan: Any = PagePlan(kvcache, *how, **codec)
-        self.layout = self.plan.layout
-        if kind.pairs:
-            self.layout = self.layout.with_pairs(kind.pairs)
+        layout = cast(Any, self.plan.layout)
+        self.layout = layout.with_pairs(kind.pairs) if kind.pairs else layout
         ranks = SimpleNamespace(rank_in_group=rank, world_size=kind.ranks)
         page_plan.attention_ranks = lambda: ranks
         self.fields = runtime.page_fields = self.plan.fields(runtime.runner)

@@ -90,7 +90,7 @@ class CheckedStream(streams.Stream):
         if not edges.is_left_out():
             self._memory.keep(tensor, self.actor)
 
-    def as_current(self) -> StreamContext:
+    def as_current(self) -> Any:
         return StreamContext(self)
 
     # ---- as torch's ----
