@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bench.harness.disaggregation import PrefillServer
 from bench.harness.models import build_model, with_changed_layers
 from bench.harness.server import Server, ServerOptions
 from tests.engine.harness import ours
 from tests.engine.harness.conversations import Conversation, random_tokens
+from tests.engine.harness.disaggregation import PrefillServer
 from tests.engine.machines.servers import TRANSFER
 from tests.goldens.golden import compare
 from tests.goldens.traced import PAGE, Script, conversation, our_traced_server, traced

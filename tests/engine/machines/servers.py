@@ -5,9 +5,10 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from bench.harness import mooncake, router
+from bench.harness import mooncake
 from bench.harness.server import Server
 from tests.cpu_engine.hcache_cpu_engine import warm_extensions
+from tests.engine.harness import router
 
 _NO_TRANSFER, _NO_ROUTER = mooncake.missing(), router.missing()
 TRANSFER = pytest.mark.skipif(_NO_TRANSFER is not None, reason=f"no transfer: {_NO_TRANSFER}")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from bench.harness.disaggregation import DecodeServer, PrefillServer
 from bench.harness.models import build_model
 from bench.harness.server import ServerOptions
 from tests.engine.harness import ours
@@ -19,6 +18,7 @@ from tests.engine.harness.conversations import (
     make_conversations,
     random_tokens,
 )
+from tests.engine.harness.disaggregation import DecodeServer, PrefillServer
 
 from .servers import TRANSFER
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from bench.harness.disaggregation import DecodeServer, PrefillServer
 from bench.harness.models import build_model
 from bench.harness.server import ServerError, ServerOptions
 from tests.engine.harness import ours
@@ -22,6 +21,7 @@ from tests.engine.harness.conversations import (
     random_tokens,
     turns_of,
 )
+from tests.engine.harness.disaggregation import DecodeServer, PrefillServer
 
 from .servers import TRANSFER, started
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from bench.harness.router import Router
 from bench.harness.server import Server
 from tests.engine.harness import ours
 from tests.engine.harness.conversations import Conversation, converse, make_conversations
+from tests.engine.harness.router import Router
 
 from .servers import ROUTER, started
 from .shared_l3 import PAGE, machine, values

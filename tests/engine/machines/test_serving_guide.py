@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from bench.harness import mooncake
-from bench.harness.disaggregation import DecodeServer, PrefillServer
-from bench.harness.router import Router
 from bench.harness.server import Server, ServerOptions, free_port
 from tests.docs.pages import read_page
 from tests.engine.harness import ours
 from tests.engine.harness.conversations import ask, converse, make_conversations
+from tests.engine.harness.disaggregation import DecodeServer, PrefillServer
+from tests.engine.harness.router import Router
 
 from .servers import ROUTER, TRANSFER
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.harness.disaggregation import PrefillServer
 from bench.harness.options import base_environment
 from bench.harness.processes import nursery
 from bench.harness.server import Server, ServerOptions, free_port
+from tests.engine.harness.disaggregation import PrefillServer
 
 _HEALTH = ("--health-check-interval-secs", "1", "--health-success-threshold", "1")
 # By default one request's five retries may all go to a worker that is gone, and an open circuit
@@ -43,9 +43,9 @@ class Router(Server):
         self.port = port or free_port()
         here = ["--host", "127.0.0.1", "--port", str(self.port)]
         env = base_environment("cpu")
-        paths = [str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")]
+        paths = [str(Path(__file__).parents[3]), env.get("PYTHONPATH", "")]
         self.process = nursery(env).launch(
-            "bench.harness.router",
+            "tests.engine.harness.router",
             [*here, "--prometheus-port", str(free_port()), *self._addresses(), *_HEALTH, *_RETRIES],
             {**env, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             self.options.log,
