@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +30,30 @@ from hcache_backend.ranks import Turn
 _PASSES = 2
 
 
+class NodeLayouts(Protocol):
+    """Chooses the layout of the pages of each node; its backup waits until then. Scheduler thread
+    only."""
+
+    @property
+    def asked(self) -> int:
+        """Number of nodes that wait."""
+
+    def ask(self, tree: Any, node_ids: Sequence[int]) -> None:
+        """Append the node of SGLang's ``tree`` with these ids; without a tree it need not wait."""
+
+    def next(self) -> PageLayout | None:
+        """Remove the first node and return its layout; None if there is none, or it has to wait."""
+
+    def look(self, turn: Turn) -> None:
+        """Add what this rank knows."""
+
+    def answered(self) -> bool:
+        """The ranks have agreed. True if the first node need not wait since now."""
+
+    def forget(self) -> None:
+        """Backups that wait were dropped, and the tree is empty."""
+
+
 @dataclass(eq=False)
 class Backup:
     slots: Read = field(default_factory=Read)  # of its tokens, int64 [n], if layers are captured
@@ -44,9 +68,7 @@ class NodeBackups:
 
     _pool: Any  # an OwnPagesPool
     _capture: StagedCapture | None  # None: pages hold K and V only
-    # Chooses those of nodes, in which a backup waits for its own: an object as krul/plugin.py's
-    # NodePairs. None: all have the pool's.
-    _layouts: Any
+    _layouts: NodeLayouts | None  # chooses those of nodes; None: all have the pool's
     _controller: Any  # an OwnPagesController
     _alone: bool  # there are no pipeline stages, which cannot agree
 

@@ -28,7 +28,7 @@ from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.checks.service import KVChecks
 from hcache_backend.config import ConfigError
 from hcache_backend.host.loads import UNKNOWN, LoadQueue, Prefix, QueuedLoad, TokenIds
-from hcache_backend.host.node_backups import NodeBackups
+from hcache_backend.host.node_backups import NodeBackups, NodeLayouts
 from hcache_backend.host.page_proofs import PageProofs
 from hcache_backend.host.stages import StagePages
 from hcache_backend.prefetch.eager import batch_pages
@@ -58,7 +58,7 @@ class OwnPagesController(HybridCacheController):
         *hicache: Any,
         capture: StagedCapture | None = None,
         checks: Part | None = None,
-        layouts: Any = None,
+        layouts: NodeLayouts | None = None,
         **arguments: Any,
     ) -> None:
         """``capture`` fills hidden states, which ``checks`` checks; None: pages hold K and V only.
@@ -425,7 +425,11 @@ class BatchedReads:
     _seconds_per_page: float = math.inf  # of the first read of the last prefetch
 
     def transfer(
-        self, read: Read, operation: Any, meeting: Meeting | None = None, until_met: Any = None
+        self,
+        read: Read,
+        operation: Any,
+        meeting: Meeting | None = None,
+        until_met: UntilMet | None = None,
     ) -> int:
         """Read a prefetch in order, or from its last page to the ``meeting``. Every rank makes the
         same number of reports, even if it reads less: they are reduced together. ``until_met`` is
@@ -439,7 +443,7 @@ class BatchedReads:
         for _ in range(0, len(keys), step):
             left = step * self._steps(step)  # till the next report
             while left and not operation.is_terminated():
-                if meeting is None:
+                if meeting is None or until_met is None:
                     pages = order.next_batch(left)
                 else:
                     pages = self._next_back(operation, meeting, until_met, left)
@@ -463,7 +467,9 @@ class BatchedReads:
             if meeting is None:
                 self._report(PrefetchAck(*ack, completed_tokens=order.there * self._size))
             else:
-                self._report(BackAck(*ack, start=back.start, end=back.stop))
+                there = BackAck(*ack)
+                there.start, there.end = back.start, back.stop
+                self._report(there)
         return order.there
 
     def _steps(self, step: int) -> int:

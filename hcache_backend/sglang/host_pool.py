@@ -112,7 +112,8 @@ class OwnPagesPool(HostKVCache):
         # Divides for page sizes that are powers of two; others only round the pool's size down.
         return -(-self.page_layout.page_bytes // self.page_layout.page_size)
 
-    get_ksize_per_token = get_size_per_token
+    def get_ksize_per_token(self) -> int:
+        return self.get_size_per_token()
 
     def init_kv_buffer(self) -> torch.Tensor:
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS

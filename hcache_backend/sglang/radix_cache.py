@@ -53,7 +53,12 @@ def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
 
 
 def around_drain(
-    original: Original, cache: Any, n_storage_hit: Any, n_ack_prefetch: Any, *a: Any, **kw: Any
+    original: Original,
+    cache: Any,
+    n_storage_hit: int | None,
+    n_ack_prefetch: int | None,
+    *a: Any,
+    **kw: Any,
 ) -> Any:
     """HiCache takes the reports that every rank has, and the answers as far as there is room in L2:
     first prefetches that are read from the back hear of them, last those that are over are finished
