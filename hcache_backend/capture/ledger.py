@@ -147,7 +147,8 @@ class Ledger:
         return self.broken is None and self._arena.none_lost and all(s.promised for s in steps)
 
     def settle(self, *, wait: bool = True) -> None:
-        """Tell the arena what is known. ``wait`` waits for the rest, never for proofs."""
+        """Tell the arena what is known. ``wait`` waits for the rest, behind the start of the last
+        forward pass and not behind its end; never for proofs."""
         try:
             if wait:
                 self.copy_wanted()

@@ -76,7 +76,8 @@ class SharedBackend:
         self._in_place = type(backend).batch_get_v1 is not HiCacheStorage.batch_get_v1
 
     def use_memory(self, most_bytes: int, value_bytes: int, pieces: int) -> None:
-        """Make memory of ``most_bytes``, at least two rows. A value has ``pieces`` equal pieces."""
+        """Make memory of ``most_bytes``, at least two rows. A value has ``pieces`` pieces of equal
+        length; direct I/O needs whole blocks."""
         length = -(-value_bytes // (pieces * _BLOCK)) * pieces * _BLOCK
         pool = RowPool(2 * max(1, most_bytes // 2 // length), length, pieces)
         self.memory = pool.kv_buffer

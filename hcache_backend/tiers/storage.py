@@ -250,7 +250,8 @@ class HCacheStorage(HiCacheStorage):
                 chain = chain[: max(lengths) - 1]
 
     def _has_state_near(self, pool: str, extra: _Extra) -> bool:
-        """True if L3 has the states of all ranks less than option ``state_tokens`` before."""
+        """True if a hit can end less than option ``state_tokens`` before a state: L3 has the states
+        of all ranks there. This one, as large as thousands of tokens, is not written."""
         apart = -(-self._state_tokens // self.mem_pool_host.page_size)
         if pool != PoolName.MAMBA or apart < 2:
             return False
