@@ -72,7 +72,7 @@ def small_pools(model: Path, folder: Path, **options: Any) -> ServerOptions:
 
 
 def abreast(seed: int) -> list[Conversation]:
-    return make_conversations(4, turns=3, tokens=100, seed=seed)
+    return make_conversations(6, turns=3, tokens=100, seed=seed)
 
 
 def from_host(conversations: Sequence[Conversation]) -> int:
