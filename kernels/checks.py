@@ -1,8 +1,6 @@
 """Checks of what kernels are given: they raise a ValueError that names the argument. Only
 :func:`check_range` reads values, so that the others never wait for a GPU."""
 
-from __future__ import annotations
-
 import torch
 
 INDEX_TYPES = (torch.int32, torch.int64)

@@ -5,8 +5,6 @@ the thread that launches restores would wait for the bus. It needs CUDA 12.8 and
 bindings (``cuda-python``, which SGLang needs, too).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

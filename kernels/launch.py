@@ -1,7 +1,5 @@
 """A kernel launch as a value, so that what tests compile ahead of time is what runs; its time."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable

@@ -13,8 +13,6 @@ Stage two moves the staged rows of many layers to their pages in host memory, in
 move the largest words that everything is aligned to: over the bus, many small stores cost more.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -85,7 +83,6 @@ def begin_launch(
     number: int,
     placed: range,
 ) -> Launch:
-    """The launch of :func:`begin_rows`."""
     slots, positions, token_ids = (values.contiguous() for values in tokens)
     most = now.targets.numel()
     given = {"slots": slots, "positions": positions, "token_ids": token_ids, "n": slots.numel()}
@@ -96,7 +93,6 @@ def begin_launch(
 
 
 def judge_launch(marks: torch.Tensor, step: int, verdicts: torch.Tensor) -> Launch:
-    """The launch of :func:`judge_rows`."""
     layers, n = marks.shape
     given = {"marks": marks, "layer_stride": marks.stride(0), "layers": layers, "n": n}
     given |= {"step": step, "verdicts": verdicts, "WRONG": WRONG_STEP}
@@ -239,7 +235,6 @@ def save_rows(
 def stage_launch(
     rows: torch.Tensor, targets: torch.Tensor, step: torch.Tensor, staged: StagedRows, layer: int
 ) -> Launch:
-    """The launch of :func:`stage_rows`."""
     size = rows.element_size()
     (n, row_bytes), stride = (len(rows), rows.shape[1] * size), rows.stride(0) * size
     # The model's own tensors may be rows of something wider.

@@ -18,8 +18,6 @@ reads straight into them. A value in a shared tier has a proof behind the page i
 (:func:`proof`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Sequence

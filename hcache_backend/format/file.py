@@ -11,8 +11,6 @@
   hexadecimal digits.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from collections.abc import Sequence

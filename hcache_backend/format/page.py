@@ -45,8 +45,6 @@ stored. The codec names what encodes its units. Layers with one slot share it, i
 :class:`PageLayout` lets them; otherwise the table is the same in all pages.
 """
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,15 +54,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hcache_backend.format.envelope import (
-    BLOCK,
-    CHECKSUM,
-    KEY,
-    NAMESPACE,
-    NAMESPACE_BYTES,
-    WRITER,
-    round_up,
-)
+from hcache_backend.format.envelope import BLOCK, CHECKSUM, KEY, NAMESPACE, WRITER, round_up
 from hcache_backend.format.units import (
     EIGHTHS,
     PACKED_SEGMENT,
@@ -80,7 +70,7 @@ from hcache_backend.format.units import (
 
 MAGIC = b"HCPG"
 FORMAT_VERSION = 4
-NO_NAMESPACE = bytes(NAMESPACE_BYTES)  # the namespace of a page whose rows are not all there
+NO_NAMESPACE = bytes(NAMESPACE.stop - NAMESPACE.start)  # of a page whose rows are not all there
 
 PREFIX = struct.Struct("<4sHHHHI")
 _SHARD = slice(88, 90)
@@ -104,7 +94,6 @@ class StoredLayer(NamedTuple):
 
     @property
     def method(self) -> int:
-        """The method in the table of layers."""
         return _LATENT if self.latent else len(self.segments)
 
 
@@ -227,11 +216,11 @@ class PageLayout:
         return pages[..., start : start + 4 * self.page_size].view(np.int32)
 
     @property
-    def variants(self) -> list[PageLayout]:
+    def variants(self) -> "list[PageLayout]":
         """Layouts that differ in every code that a page may have: each is tried at the start."""
         return [self]
 
-    def of(self, page: Bytes) -> PageLayout | None:
+    def of(self, page: Bytes) -> "PageLayout | None":
         """The layout of ``page`` (uint8 ``[page_bytes]``), whose header may let layers share slots.
         None: it is of another form."""
         return self

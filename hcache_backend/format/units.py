@@ -9,15 +9,13 @@
   units, none of which needs another, so a GPU can compute their digests side by side.
 """
 
-from __future__ import annotations
-
 import struct
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import xxhash
 
@@ -83,7 +81,7 @@ class SegmentTable:
                 )
 
     @classmethod
-    def of_parts(cls, parts: Parts) -> SegmentTable:
+    def of_parts(cls, parts: Parts) -> Self:
         """One undivided segment for every part."""
         return cls(tuple(Segment(part.nbytes) for part in parts if part.nbytes))
 

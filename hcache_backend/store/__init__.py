@@ -17,12 +17,6 @@ from hcache_backend.store.page_store import PageStore
 from hcache_backend.store.stats import StoreStats
 
 __all__ = [
-    "SERVER_REPORT",
-    "FileOps",
-    "NotOurFolderError",
-    "PageStore",
-    "StoreStats",
-    "best_file_ops",
-    "is_store_folder",
-    "write_sidecar",
-]
+    "SERVER_REPORT", "FileOps", "NotOurFolderError", "PageStore", "StoreStats",
+    "best_file_ops", "is_store_folder", "write_sidecar",
+]  # fmt: skip

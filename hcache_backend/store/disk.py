@@ -5,10 +5,7 @@ then its name. So a crash leaves a nameless file, which the next opening of the 
 an entry without file, which the next read removes. It never leaves a page file that nothing counts.
 """
 
-from __future__ import annotations
-
 import errno
-import logging
 import os
 import sqlite3
 import threading
@@ -34,9 +31,7 @@ from hcache_backend.store.folder import (
     is_store_folder,
 )
 from hcache_backend.store.index import Entry, is_damaged
-from hcache_backend.store.stats import ProblemLog, StoreStats
-
-logger = logging.getLogger("hcache.store")
+from hcache_backend.store.stats import ProblemLog, StoreStats, logger
 
 _LOCK_SECONDS = 5.0
 _ERRORS_IN_A_ROW = 8
@@ -86,8 +81,6 @@ class Disk:
         self.dirty = False
         self._evictions = 0  # because the disk had no space...
         self._in_vain = 0  # ...of which the last ones were no help
-
-    # ---- the state of the disk ----
 
     def attach(self, *, create: bool) -> None:
         """Open the folder; an OSError if it cannot be used."""
@@ -233,10 +226,7 @@ class Disk:
     def raise_ranks(self, ranks: Mapping[PageName, int]) -> None:
         self._ask_alone(lambda folder: folder.index.raise_ranks(ranks))
 
-    # ---- reading ----
-
     def holds_file(self, name: PageName) -> bool:
-        """Whether a page file is really there."""
         return self._ask(lambda folder: folder.has_file(name), False)
 
     def start_reading(self, reads: Sequence[PageRead], deadline: float) -> list[Future[list[int]]]:
@@ -296,8 +286,6 @@ class Disk:
                 folder.index.remove([name])
 
         self._ask_alone(work)
-
-    # ---- writing ----
 
     def start_writing(self, writes: Sequence[PageWrite], deadline: float) -> Writing:
         """Have threads write shards to nameless files; they start none after ``deadline``."""
@@ -420,8 +408,7 @@ class Disk:
             self.dirty = True
             named = [write.memory.length for write in fresh if write.stored]
             copied = sum(write.copied for write in batch)
-            written = {"pages_written": len(named), "bytes_written": sum(named)}
-            self._stats.add(bytes_copied=copied, **written)
+            self._stats.add(pages_written=len(named), bytes_written=sum(named), bytes_copied=copied)
 
     def _name(self, folder: Folder, writes: Sequence[PageWrite]) -> None:
         """Enter and name the files that are no pages yet; raises if any of them is none then."""
@@ -437,8 +424,6 @@ class Disk:
         if failed is not None:
             folder.index.remove(write.entry.name for write in batch if not write.stored)
             raise failed
-
-    # ---- room ----
 
     def pressure(self) -> tuple[int, int]:
         """Grows with the worth of the pages that a further one would drive out."""

@@ -20,8 +20,6 @@ The bounds are options: ``quota_bytes`` of page files in a folder, ``min_free_by
 system. Eviction begins at a bound, and goes on to 2% of the pages' bytes below it.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence
@@ -41,9 +39,9 @@ _YOUNG = 16
 _MOST_PAGES = 1_000_000  # a rank is less than its epoch by the page's number at most
 _PENDING_AT_MOST = 1 << 20  # keys of uses that wait to be saved; further ones are not noted
 
-
+Keys = Sequence[bytes]  # of pages
 # Namespace, keys of a sequence, number of the first page that is used, epoch of the use.
-_Use = tuple[bytes, Sequence[bytes], int, int]
+_Use = tuple[bytes, Keys, int, int]
 _Changes = Sequence[dict[PageName, int]]  # new ranks of page files, for each disk
 
 
@@ -51,7 +49,7 @@ class Recency:
     """The uses of a store's pages, which its ``disks`` learn now and then. Any thread. :meth:`save`
     comes first, when the disks are open."""
 
-    def __init__(self, disks: Sequence[Disk]) -> None:
+    def __init__(self, disks: Sequence["Disk"]) -> None:
         self._disks = disks
         self._lock, self._saving = threading.Lock(), threading.Lock()
         self._pending: dict[tuple[bytes, bytes], _Use] = {}
@@ -59,19 +57,13 @@ class Recency:
         self._ahead = 0  # of the access epoch, compared with the machine's own time
         self._follow(time.time_ns())
 
-    def note(self, namespace: bytes, keys: Sequence[bytes], first: int = 0) -> None:
-        """The pages ``keys`` of a sequence are being used, from page ``first`` on. Never waits: the
-        thread that saves the use reads all keys but the last."""
+    def note(self, namespace: bytes, keys: Keys, first: int = 0) -> None:
+        """See :meth:`.PageStore.use`. The thread that saves the use reads all keys but the last."""
         if keys:
             self._note((namespace, keys, first, self._now()))
 
     def note_new(
-        self,
-        namespace: bytes,
-        prefix: Sequence[bytes],
-        keys: Sequence[bytes],
-        *,
-        alone: bool = False,
+        self, namespace: bytes, prefix: Keys, keys: Keys, *, alone: bool = False
     ) -> list[int]:
         """Pages ``keys`` after those of ``prefix`` are about to be stored, or used if they are
         there already; returns their ranks. ``alone``: they are of use without the ``prefix``."""
@@ -107,7 +99,7 @@ class Recency:
             young = self._young()
             changes: _Changes = [{} for _ in self._disks]
             for use in uses.values():
-                self._apply(*use, young, changes)
+                self._apply(use, young, changes)
             for disk, change in zip(self._disks, changes, strict=True):
                 if change:
                     disk.raise_ranks(change)
@@ -119,16 +111,9 @@ class Recency:
                 self._pending[namespace, keys[-1]] = use
                 self._pending_keys += len(keys)
 
-    def _apply(
-        self,
-        namespace: bytes,
-        used: Sequence[bytes],
-        first: int,
-        epoch: int,
-        young: int,
-        changes: _Changes,
-    ) -> None:
+    def _apply(self, use: _Use, young: int, changes: _Changes) -> None:
         """Note in ``changes`` the higher ranks after a use."""
+        namespace, used, first, epoch = use
         [last] = self._epochs(namespace, used[-1:], len(used) - 1)
         if len(last) == 1 and min(last) >= young:
             return
@@ -147,7 +132,7 @@ class Recency:
                 if rank > entry.rank:
                     change[entry.name] = rank
 
-    def _epochs(self, namespace: bytes, keys: Sequence[bytes], first: int) -> list[set[int]]:
+    def _epochs(self, namespace: bytes, keys: Keys, first: int) -> list[set[int]]:
         """The epochs of the files of consecutive pages from page ``first`` on."""
         found: list[set[int]] = [set() for _ in keys]
         for disk in self._disks:

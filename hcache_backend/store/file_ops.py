@@ -4,12 +4,9 @@ All names are single path components below an open folder (``dir_fd``), and link
 followed: nothing inside a store folder can lead out of it. Every method raises OSError.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl
-import logging
 import mmap
 import os
 import sqlite3
@@ -28,6 +25,7 @@ import numpy.typing as npt
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import BLOCK, round_up
 from hcache_backend.format.units import PageMemory
+from hcache_backend.store.stats import logger
 
 MODULES = Path("/proc/modules")
 GDS_DRIVER = Path("/proc/driver/nvidia-fs/devcount")
@@ -77,8 +75,6 @@ def kvikio_state() -> KvikioState:
     return KvikioState("compat", "cuFile (libcufile.so.0) does not load, or this is WSL")
 
 
-logger = logging.getLogger("hcache.store")
-
 Buffer = memoryview | bytearray | bytes
 _Move = Callable[[int, Sequence[memoryview], int], int]
 
@@ -89,8 +85,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _LONG = struct.calcsize("l")
 _GET_FLAGS, _SET_FLAGS = (2 << 30 | _LONG << 16 | 0x6601, 1 << 30 | _LONG << 16 | 0x6602)
 _TOP_OF_HIERARCHIES = 0x20000
-_SHORTEST_WAIT = 0.0002
-_LONGEST_WAIT = 0.005
+_SHORTEST_WAIT, _LONGEST_WAIT = 0.0002, 0.005
 
 
 class FileOps:

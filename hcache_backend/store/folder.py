@@ -11,11 +11,8 @@
     <folder>/sessions/<token>/lane<number>/  files that it is writing
 """
 
-from __future__ import annotations
-
 import errno
 import json
-import logging
 import os
 import resource
 import secrets
@@ -30,17 +27,8 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
+from hcache_backend.format import file as page_file
 from hcache_backend.format.envelope import BLOCK, PageName, round_up
-from hcache_backend.format.file import (
-    DamagedFileError,
-    FileLayout,
-    Header,
-    file_layout,
-    header_length,
-    pack_header,
-    parse_header,
-    runs_between,
-)
 from hcache_backend.format.units import Eighths, PageMemory, Unit
 from hcache_backend.store.file_ops import (
     FOLDER,
@@ -55,6 +43,7 @@ from hcache_backend.store.file_ops import (
     try_lock,
 )
 from hcache_backend.store.index import INDEX_FILE, INDEX_FORMAT, Entry, Index, is_damaged
+from hcache_backend.store.stats import logger
 
 MARKER = "hcache-store.json"
 SERVER_REPORT = "server.json"
@@ -74,8 +63,6 @@ _HARMLESS = (  # names of file systems, snapshots, quotas, desktops and volumes 
     ".fseventsd", ".Spotlight-*", ".DS_Store", "System Volume Information", "..data", "..20*",
     ".hcache-doctor-*",
 )  # fmt: skip
-
-logger = logging.getLogger("hcache.store")
 
 
 class NotOurFolderError(OSError):
@@ -99,7 +86,7 @@ class PageWrite:
     number: int
     entry: Entry
     memory: PageMemory
-    layout: FileLayout
+    layout: page_file.FileLayout
     place: tuple[int, str] | None = None  # open folder and name of a file that has no name yet
     copied: int = 0  # bytes that went through aligned memory
     stored: bool = False  # it is a page now
@@ -276,7 +263,6 @@ class Folder:
             return isinstance(error, FileNotFoundError)
 
     def mark_index_complete(self) -> None:
-        """State that the index knows every page file."""
         with self.lock.held(_OPEN_SECONDS):
             self.index.set_meta(complete=INDEX_FORMAT, boot=_boot_id())
         self.index_is_partial = False
@@ -295,14 +281,12 @@ class Folder:
         with self.buckets.opened(bucket) as fd:
             return self.ops.list(fd)
 
-    # ---- page files ----
-
     def write_page(self, write: PageWrite) -> None:
         """Write the shard of a page to a file of the session, or leave nothing of it."""
         memory, layout = write.memory, write.layout
         header = self.io.scratch.header(layout.header_bytes)
         digests = memory.digests or memory.digests_of(layout.units)
-        pack_header(header, write.entry.name, write.entry.writer, layout, digests)
+        page_file.pack_header(header, write.entry.name, write.entry.writer, layout, digests)
         place = dir_fd, file = self.session.new_file()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self.io.alignment.flags
         try:
@@ -360,7 +344,7 @@ class Folder:
                 if shard == memory.shard and part == shard.eighths:
                     return _read_all(self.io, fd, entry, memory)
                 return _read_units(self.io, fd, entry, memory, part)
-            except DamagedFileError as error:
+            except page_file.DamagedFileError as error:
                 error.status = os.fstat(fd)
                 raise
 
@@ -370,7 +354,7 @@ class Folder:
         with self._opened(name) as fd:
             header = _read_header(self.io, fd)
             if name != header.name:
-                raise DamagedFileError("its name is not the one in its header")
+                raise page_file.DamagedFileError("its name is not the one in its header")
             layout = header.layout
             _check_size(fd, layout.file_bytes)
             sizes = layout.header_bytes, layout.payload_bytes
@@ -387,19 +371,17 @@ class Folder:
 
 
 def _check_size(fd: int, file_bytes: int) -> None:
-    size = os.fstat(fd).st_size
-    if size != file_bytes:
-        raise DamagedFileError(f"it has {size} bytes, not {file_bytes}")
+    if (size := os.fstat(fd).st_size) != file_bytes:
+        raise page_file.DamagedFileError(f"it has {size} bytes, not {file_bytes}")
 
 
-def _read_header(io: PageIO, fd: int) -> Header:
-    """The verified header of an open page file."""
+def _read_header(io: PageIO, fd: int) -> page_file.Header:
     first = io.scratch.header(BLOCK)
     io.read(fd, 0, [first])
-    header = io.scratch.header(header_length(first))
+    header = io.scratch.header(page_file.header_length(first))
     if len(header) > BLOCK:
         io.read(fd, 0, [header])
-    return parse_header(header)
+    return page_file.parse_header(header)
 
 
 def _read_all(io: PageIO, fd: int, entry: Entry, memory: PageMemory) -> tuple[int, int]:
@@ -408,7 +390,7 @@ def _read_all(io: PageIO, fd: int, entry: Entry, memory: PageMemory) -> tuple[in
     data = io.scratch.header(entry.header_bytes)
     padding = io.scratch.tail[: round_up(entry.payload_bytes) - entry.payload_bytes]
     copied = io.read(fd, 0, [data, *memory.parts, *([padding] if padding else ())])
-    header = parse_header(data)
+    header = page_file.parse_header(data)
     _check_names(header, entry)
     _verify(memory, header.layout.units, header.digests)
     return memory.length, copied
@@ -421,9 +403,9 @@ def _read_units(
     header = _read_header(io, fd)
     _check_names(header, entry)
     table = header.layout.table
-    _check_memory(file_layout(table, memory.shard).payload_bytes, memory)
+    _check_memory(page_file.file_layout(table, memory.shard).payload_bytes, memory)
     copied = 0
-    read, runs = runs_between(table, header.name.shard, memory.shard, part)
+    read, runs = page_file.runs_between(table, header.name.shard, memory.shard, part)
     for offset, stretches, numbers, units in runs:
         pieces = [piece for stretch in stretches for piece in memory.pieces(*stretch)]
         copied += io.read(fd, offset, pieces)
@@ -431,10 +413,10 @@ def _read_units(
     return read, copied
 
 
-def _check_names(header: Header, entry: Entry) -> None:
+def _check_names(header: page_file.Header, entry: Entry) -> None:
     layout = header.layout
     if (header.name, layout.header_bytes, layout.payload_bytes) != entry[:3]:
-        raise DamagedFileError("it is the file of something else")
+        raise page_file.DamagedFileError("it is the file of something else")
 
 
 def _check_memory(payload_bytes: int, memory: PageMemory) -> None:
@@ -447,7 +429,7 @@ def _verify(memory: PageMemory, units: Sequence[Unit], digests: tuple[int, ...])
     if found != digests:
         pairs = zip(units, found, digests, strict=True)
         wrong = next(unit for unit, here, there in pairs if here != there)
-        raise DamagedFileError(f"checksum of segment {wrong.segment}")
+        raise page_file.DamagedFileError(f"checksum of segment {wrong.segment}")
 
 
 def descriptors_of_each(folders: int) -> int:
@@ -460,7 +442,6 @@ def descriptors_of_each(folders: int) -> int:
 
 
 def is_store_folder(path: Path) -> bool:
-    """Whether ``path`` bears a store's marker."""
     return (path / MARKER).is_file() and not (path / MARKER).is_symlink()
 
 

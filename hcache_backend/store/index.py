@@ -12,8 +12,6 @@ Each row that a statement returns costs a switch of Python's threads. So a look-
 pages is one statement with one row.
 """
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import struct
@@ -121,7 +119,6 @@ class Index:
         return [found.get(namespace + key, []) for key in keys]
 
     def known(self, names: Iterable[PageName]) -> set[PageName]:
-        """The files that have entries."""
         wanted = set(names)
         files = self._files({name.page for name in wanted})
         return {entry.name for entries in files.values() for entry in entries} & wanted

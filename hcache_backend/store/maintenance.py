@@ -5,9 +5,6 @@ then be undone. Recovery goes on beside live stores, which see adopted pages app
 OSError or sqlite3.Error for a folder or an index that cannot be used.
 """
 
-from __future__ import annotations
-
-import logging
 import mmap
 import sqlite3
 import threading
@@ -24,8 +21,7 @@ from hcache_backend.store.disk import Disk
 from hcache_backend.store.eviction import Recency
 from hcache_backend.store.folder import Folder, PageRead
 from hcache_backend.store.index import Entry
-
-logger = logging.getLogger("hcache.store")
+from hcache_backend.store.stats import logger
 
 _LOCK_SECONDS = 30.0
 _FILES_AT_A_TIME = 128

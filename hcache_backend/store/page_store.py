@@ -4,9 +4,6 @@ Pages that follow each other in a sequence go to the folders in turn, so that re
 conversation back uses all disks at once. A folder that fails or vanishes costs its own pages only.
 """
 
-from __future__ import annotations
-
-import logging
 import threading
 import time
 from collections import Counter
@@ -19,14 +16,12 @@ from hcache_backend.format.envelope import WRITER_BYTES, PageName, check_bytes, 
 from hcache_backend.format.file import file_layout
 from hcache_backend.format.units import WHOLE, Eighths, PageMemory, Parts, SegmentTable, Shard
 from hcache_backend.store.disk import Disk, Writing, result_of
-from hcache_backend.store.eviction import Recency
+from hcache_backend.store.eviction import Keys, Recency
 from hcache_backend.store.file_ops import FileOps, best_file_ops
 from hcache_backend.store.folder import NotOurFolderError, PageRead, PageWrite
 from hcache_backend.store.index import Entry
 from hcache_backend.store.maintenance import maintain
-from hcache_backend.store.stats import StoreStats
-
-logger = logging.getLogger("hcache.store")
+from hcache_backend.store.stats import StoreStats, logger
 
 # Pages are named in groups of this size per folder at most, while the next group is written. Naming
 # syncs the index, which holds up the disk. Two groups at most are on a disk beyond its quota.
@@ -76,9 +71,7 @@ class PageStore:
             self._maintenance.append(threading.Thread(target=maintain, args=work, daemon=True))
             self._maintenance[-1].start()
 
-    def exists(
-        self, namespace: bytes, keys: Sequence[bytes], *, shard: Shard = WHOLE
-    ) -> list[bool]:
+    def exists(self, namespace: bytes, keys: Keys, *, shard: Shard = WHOLE) -> list[bool]:
         """Whether the shard of each page is there, in files of any shards, damaged or not."""
         keys = list(keys)
         check_names(namespace, keys, shard)
@@ -91,7 +84,7 @@ class PageStore:
                 missing[number] &= ~part
         return [not part for part in missing]
 
-    def use(self, namespace: bytes, keys: Sequence[bytes], first: int = 0) -> None:
+    def use(self, namespace: bytes, keys: Keys, first: int = 0) -> None:
         """The pages ``keys`` of a sequence are being used, from page ``first`` on. They may be in
         L1, L2 or here: pages that are served are worth keeping. Never waits; all keys but the last
         are read later."""
@@ -101,10 +94,10 @@ class PageStore:
     def put(
         self,
         namespace: bytes,
-        keys: Sequence[bytes],
+        keys: Keys,
         pages: Sequence[Parts],
         *,
-        prefix: Sequence[bytes] = (),
+        prefix: Keys = (),
         alone: bool = False,
         shard: Shard = WHOLE,
         table: SegmentTable | None = None,
@@ -177,12 +170,7 @@ class PageStore:
         return done
 
     def get(
-        self,
-        namespace: bytes,
-        keys: Sequence[bytes],
-        pages: Sequence[Parts],
-        *,
-        shard: Shard = WHOLE,
+        self, namespace: bytes, keys: Keys, pages: Sequence[Parts], *, shard: Shard = WHOLE
     ) -> list[bool]:
         """Read a shard of pages, from files of any shards, to the memory of its payload. False is a
         miss; the memory of that page then holds anything. See :meth:`put`."""
@@ -259,7 +247,7 @@ class PageStore:
             logger.warning("hcache: %s cannot be used for now: %s", *failure)
 
     def _cover(
-        self, namespace: bytes, keys: Sequence[bytes], part: Eighths, *, on_disk: bool = False
+        self, namespace: bytes, keys: Keys, part: Eighths, *, on_disk: bool = False
     ) -> list[list[tuple[Disk, Entry, Eighths]]]:
         """The files that together have ``part`` of each page, and the part that each brings. None
         if some of it is missing, or its file (``on_disk``). Large shards come before small ones."""

@@ -1,7 +1,5 @@
 """The counters of a store, and its lines in the log."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -45,7 +43,6 @@ class StoreStats:
     on_evicted: Callable[[Sequence[PageName]], object] = field(default=len, compare=False)
 
     def add(self, **increments: int) -> None:
-        """Add to counters by name."""
         with self.lock:
             for name, increment in increments.items():
                 setattr(self, name, getattr(self, name) + increment)

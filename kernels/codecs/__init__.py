@@ -14,8 +14,6 @@ fp8    as int8                        as int8                    error at most 1
 ====== ============================== ========================== ==================================
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import torch
@@ -27,18 +25,9 @@ from .scaled import Fp8, Int8
 from .units import Cut
 
 __all__ = [
-    "CODECS",
-    "KV",
-    "LATENT",
-    "SEGMENT_CODECS",
-    "Codec",
-    "Cut",
-    "ExactCodec",
-    "Fp8",
-    "UnsupportedRows",
-    "make_codec",
-    "make_segment_codec",
-]
+    "CODECS", "KV", "LATENT", "SEGMENT_CODECS", "Codec", "Cut", "ExactCodec", "Fp8",
+    "UnsupportedRows", "make_codec", "make_segment_codec",
+]  # fmt: skip
 
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (ExactCodec, Exp4, Int8, Fp8)}
 

@@ -4,8 +4,6 @@ A *plane* is contiguous, ``[items, values]``: rows of hidden states, or K or V o
 of the KV pool.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

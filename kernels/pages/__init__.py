@@ -13,8 +13,6 @@ Values of ids are checked only if they are on the CPU. All checks raise a ValueE
 nothing was written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The kernels of copies between pages and the device, and their launches, which check nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +33,7 @@ class LayerTable(NamedTuple):
     aligned: int  # the largest of 16, 8, 4, 2 and 1 that divides all of these
 
     @staticmethod
-    def of(planes: Sequence[Planes], offsets: Sequence[int]) -> LayerTable:
+    def of(planes: Sequence[Planes], offsets: Sequence[int]) -> "LayerTable":
         """The table of layers with these ``planes``, contiguous, and ``offsets``; to be kept."""
         first, addresses = planes[0], [[one[at].data_ptr() for at in (0, -1)] for one in planes]
         device = first[0].device

@@ -5,8 +5,6 @@ Torch also serves what no kernel can: e4m3 pools before compute capability 8.9, 
 norms over more than 16384 numbers of K.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .reference import finish_keys, project_kv_reference
@@ -25,20 +23,9 @@ from .spec import (
 from .ways import Way, choose, ways_in_use
 
 __all__ = [
-    "KVPool",
-    "KVProjection",
-    "KeyNorm",
-    "ProjectionCall",
-    "Rotary",
-    "Rounding",
-    "Way",
-    "check_projection",
-    "check_rows",
-    "compute_kv",
-    "finish_keys",
-    "project_kv",
-    "ways_in_use",
-]
+    "KVPool", "KVProjection", "KeyNorm", "ProjectionCall", "Rotary", "Rounding", "Way",
+    "check_projection", "check_rows", "compute_kv", "finish_keys", "project_kv", "ways_in_use",
+]  # fmt: skip
 
 
 def project_kv(call: ProjectionCall, way: Way | None = None) -> None:

@@ -5,8 +5,6 @@ dimensions that RoPE turns together, so that turning moves nothing between threa
 are not turned are paired too, any way that covers them.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

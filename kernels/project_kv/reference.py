@@ -1,7 +1,5 @@
 """``project_kv`` in torch: what the kernels are compared with, and what serves on the CPU."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional as F
 

@@ -9,8 +9,6 @@ The arithmetic is float32. The product with its bias, the finished K and the quo
 pool's scales are rounded to the model's type; :class:`Rounding` says what else is.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

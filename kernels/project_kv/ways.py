@@ -11,8 +11,6 @@ Without a measurement the library way is taken: its product is tuned for every d
 autotuning measures at the first call of each size, which is in the middle of a restore.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

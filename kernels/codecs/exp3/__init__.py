@@ -1,7 +1,5 @@
 """``exp3``: lossless for K and V in bfloat16, 0.717 of the bytes (the code: :mod:`.reference`)."""
 
-from __future__ import annotations
-
 import torch
 
 from ..codec import KV, LATENT, UnsupportedRows

@@ -1,7 +1,5 @@
 """The parts of the kernels of ``exp4`` that ``exp3`` does in another way."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -22,8 +22,6 @@ something, and to the same on every device: exponents are taken modulo 256, and 
 end of the pool is 0.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 
@@ -91,9 +89,8 @@ def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         result[fits] = encode_units(units[fits])[0]
         return result, fits
     starts, halves = ends - used, np.zeros((count, 2 * form.most), np.uint8)
-    tail[:, width : -form.most].view(np.uint16)[:] = starts[:, :, 1:].reshape(
-        count, 2 * form.blocks - 2
-    )
+    there = tail[:, width : -form.most].view(np.uint16)
+    there[:] = starts[:, :, 1:].reshape(there.shape)
     halves[places // n, ranks_of(places, n, 2 * starts[:, 0])] = short
     tail[:, -form.most :] = halves[:, ::2] | halves[:, 1::2] * np.uint8(16)
     tail[whole // n, -1 - ranks_of(whole, n, starts[:, 1])] = exponents.reshape(-1)[whole]

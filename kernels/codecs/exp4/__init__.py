@@ -1,7 +1,5 @@
 """``exp4``: lossless for bfloat16, 0.77 of its bytes (the code: :mod:`.reference`)."""
 
-from __future__ import annotations
-
 import torch
 
 from ..codec import KV, LATENT, Codec, Program, UnsupportedRows

@@ -1,7 +1,5 @@
 """The kernels of ``exp4`` and ``exp3``. Words of planes are pairs of values (int32)."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

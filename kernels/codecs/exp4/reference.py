@@ -19,8 +19,6 @@ and to the same on every device: exponents are taken modulo 256, and what lies b
 exceptions is exponent 0.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -55,10 +53,8 @@ def form_of(values: int) -> UnitForm:
     """The form of a unit of ``values`` values, a multiple of 16."""
     tail, blocks = max(8, values // 32 // 8 * 8), -(-values // BLOCK_VALUES)
     most = tail - 2 - 2 * (blocks - 1)
-    pool, pairs = (
-        1 << (most - 1).bit_length(),
-        min(BLOCK_VALUES, 1 << (values - 1).bit_length()) // 2,
-    )
+    pool = 1 << (most - 1).bit_length()
+    pairs = min(BLOCK_VALUES, 1 << (values - 1).bit_length()) // 2
     return UnitForm(values * 3 // 2 + tail, tail, 2, most, blocks, max(1, blocks // 4), pool, pairs)
 
 

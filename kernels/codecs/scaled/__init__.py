@@ -18,8 +18,6 @@ An item does not fit when a value is not finite, or when the largest magnitude o
 0 nor between 2**-100 and 2**100: products would leave float32.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -123,9 +121,7 @@ class ScaledCodec(Codec):
         for plane, lines, values in zip(self.planes, self._lines, units.unbind(1), strict=True):
             in_lines, along = self._in_lines(plane, values.float())
             codes, most, fit = encode_lines(in_lines, along, self.largest)
-            encoded = torch.zeros(
-                (*values.shape[:2], lines.size), dtype=torch.uint8, device=values.device
-            )
+            encoded = codes.new_zeros((*values.shape[:2], lines.size))
             encoded[..., : self.cut.values] = codes.flatten(2)
             scales = most.to(self.dtype).flatten(2).contiguous()
             encoded[..., lines.scales :] = scales.view(torch.uint8)

@@ -1,7 +1,5 @@
 """The kernels of ``int8`` and ``fp8``. Words of planes are values."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

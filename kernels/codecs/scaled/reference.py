@@ -1,7 +1,5 @@
 """The codes of ``int8`` and ``fp8``, and a plane of units through them, in plain torch."""
 
-from __future__ import annotations
-
 import torch
 
 SMALLEST, GREATEST = 2.0**-100, 2.0**100
