@@ -52,7 +52,6 @@ def copies_by_engine() -> bool:
 
 
 def copy_programs(device: torch.device) -> int:
-    """Programs of a copy by ``device`` over its bus."""
     return min(_copies.programs, most_copy_programs(device))
 
 

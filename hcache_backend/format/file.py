@@ -20,17 +20,9 @@ from typing import NamedTuple
 
 import xxhash
 
+from hcache_backend.format import units as page_units
 from hcache_backend.format.envelope import BLOCK, CHECKSUM, PageName, check_shard, round_up
-from hcache_backend.format.units import (
-    PACKED_SEGMENT,
-    Eighths,
-    PageMemory,
-    Segment,
-    SegmentTable,
-    Shard,
-    Unit,
-    units_of,
-)
+from hcache_backend.format.units import Eighths, PageMemory, Segment, SegmentTable, Shard, Unit
 
 MAGIC = b"HCPF"
 VERSION = 2
@@ -89,8 +81,8 @@ class Header(NamedTuple):
 def file_layout(table: SegmentTable, shard: Shard) -> FileLayout:
     """The layout of ``shard`` of a page; a ValueError if there is no such shard."""
     check_shard(shard)
-    units = units_of(table, shard)
-    used = _SEGMENTS_AT + PACKED_SEGMENT.size * len(table.segments) + 8 * len(units)
+    units = page_units.units_of(table, shard)
+    used = _SEGMENTS_AT + page_units.PACKED_SEGMENT.size * len(table.segments) + 8 * len(units)
     payload_bytes = sum(segment.length_in(shard) for segment in table.segments)
     return FileLayout(table, round_up(used), payload_bytes, units)
 
@@ -121,7 +113,7 @@ def parse_header(data: memoryview) -> Header:
     # From here on the bytes are what a writer meant.
     fields = _FIELDS.unpack_from(header, CHECKSUM.stop)
     namespace, key, writer, _, _, unit_count, _ = fields
-    end = _SEGMENTS_AT + PACKED_SEGMENT.size * segment_count
+    end = _SEGMENTS_AT + page_units.PACKED_SEGMENT.size * segment_count
     shard = Shard(number, of)
     layout = file_layout(_table(header[_SEGMENTS_AT:end]), shard)
     digests = struct.unpack_from(f"<{unit_count}Q", header, end)
@@ -140,7 +132,7 @@ def header_length(data: memoryview) -> int:
 
 @lru_cache(maxsize=256)
 def _table(packed: bytes) -> SegmentTable:
-    return SegmentTable(tuple(map(Segment._make, PACKED_SEGMENT.iter_unpack(packed))))
+    return SegmentTable(tuple(map(Segment._make, page_units.PACKED_SEGMENT.iter_unpack(packed))))
 
 
 class Run(NamedTuple):

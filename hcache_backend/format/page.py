@@ -54,19 +54,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from hcache_backend.format import units as page_units
 from hcache_backend.format.envelope import BLOCK, CHECKSUM, KEY, NAMESPACE, WRITER, round_up
-from hcache_backend.format.units import (
-    EIGHTHS,
-    PACKED_SEGMENT,
-    WHOLE,
-    Segment,
-    SegmentTable,
-    Shard,
-    Unit,
-    digest,
-    units_of,
-    units_per_group,
-)
+from hcache_backend.format.units import WHOLE, Segment, SegmentTable, Shard, Unit, digest
 
 MAGIC = b"HCPG"
 FORMAT_VERSION = 4
@@ -86,8 +76,6 @@ Digests = npt.NDArray[np.uint64]
 
 
 class StoredLayer(NamedTuple):
-    """The stored form of one layer."""
-
     segments: tuple[Segment, ...]  # none, its hidden states, its K and its V, or its latents
     codec: str = "none"  # name of what encodes them; at most 8 ASCII characters
     latent: bool = False  # the segment holds latents
@@ -103,8 +91,8 @@ RECOMPUTED = StoredLayer(())  # a layer of which nothing is stored
 def hidden_layer(tokens: int, row_bytes: int, values: int, codec: str = "none") -> StoredLayer:
     """A layer whose hidden states are stored: ``tokens`` rows of ``values`` values, encoded. They
     divide into eighths of the tokens; a number of tokens that does not, is one group."""
-    groups = 1 if tokens % EIGHTHS else EIGHTHS
-    pieces = units_per_group(tokens // groups, values)
+    groups = 1 if tokens % page_units.EIGHTHS else page_units.EIGHTHS
+    pieces = page_units.units_per_group(tokens // groups, values)
     return StoredLayer((Segment(tokens * row_bytes, groups, pieces),), codec)
 
 
@@ -138,7 +126,7 @@ def kv_layer(
     """
     segments = []
     for values, encoded in zip((k_values, v_values), unit_bytes or (None, None), strict=True):
-        pieces = units_per_group(tokens, values // groups)
+        pieces = page_units.units_per_group(tokens, values // groups)
         length = tokens * values * itemsize if encoded is None else encoded * groups * pieces
         segments.append(Segment(length, groups, pieces))
     return StoredLayer(tuple(segments), codec)
@@ -177,7 +165,7 @@ class PageLayout:
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """The units of this rank's page; the header is the first one."""
-        return units_of(self.table, self.shard)
+        return page_units.units_of(self.table, self.shard)
 
     @cached_property
     def header_bytes(self) -> int:
@@ -187,15 +175,11 @@ class PageLayout:
     @cached_property
     def segment_bytes(self) -> tuple[int, ...]:
         """Bytes of every layer in this rank's page; 0 for a layer of which nothing is stored."""
-        return tuple(
-            sum(segment.length_in(self.shard) for segment in layer.segments)
-            for layer in self.layers
-        )
+        return tuple(sum(s.length_in(self.shard) for s in layer.segments) for layer in self.layers)
 
     @cached_property
     def segment_offsets(self) -> tuple[int, ...]:
-        ends = np.cumsum((self.header_bytes, *self.segment_bytes)).tolist()
-        return tuple(ends[:-1])
+        return tuple(np.cumsum((self.header_bytes, *self.segment_bytes)).tolist()[:-1])
 
     @cached_property
     def page_bytes(self) -> int:
@@ -297,7 +281,6 @@ class PageLayout:
         return None
 
     def namespace_of(self, page: Bytes) -> bytes:
-        """The namespace in the header of ``page``."""
         return page[NAMESPACE].tobytes()
 
     def is_stamped(self, page: Bytes) -> bool:
@@ -329,7 +312,7 @@ class PageLayout:
 
     @cached_property
     def _packed(self) -> bytes:
-        return b"".join(PACKED_SEGMENT.pack(*segment) for segment in self._segments)
+        return b"".join(page_units.PACKED_SEGMENT.pack(*segment) for segment in self._segments)
 
     @cached_property
     def tables_at(self) -> slice:

@@ -21,15 +21,10 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import BLOCK, PageName, round_up
 from hcache_backend.format.file import DamagedFileError
 from hcache_backend.format.units import Eighths
+from hcache_backend.store import folder as store_folder
 from hcache_backend.store.eviction import Recency, evict, margin, pressure, shortage
 from hcache_backend.store.file_ops import FileOps, LockedError, is_no_space
-from hcache_backend.store.folder import (
-    Folder,
-    PageRead,
-    PageWrite,
-    descriptors_of_each,
-    is_store_folder,
-)
+from hcache_backend.store.folder import Folder, PageRead, PageWrite
 from hcache_backend.store.index import Entry, is_damaged
 from hcache_backend.store.stats import ProblemLog, StoreStats, logger
 
@@ -84,7 +79,7 @@ class Disk:
 
     def attach(self, *, create: bool) -> None:
         """Open the folder; an OSError if it cannot be used."""
-        most = descriptors_of_each(len(self._config.dirs))
+        most = store_folder.descriptors_of_each(len(self._config.dirs))
         folder = Folder(self.path, self._ops, create=create, descriptors=most)
         folder.users = 1
         with self._state:
@@ -175,7 +170,7 @@ class Disk:
         # An empty folder may be the place where a disk is not mounted: only a folder that was
         # never a mount point, and that is missing altogether, is made anew.
         create = not self.path.exists() and not self._had_own_device
-        if not create and not is_store_folder(self.path):
+        if not create and not store_folder.is_store_folder(self.path):
             return
         try:
             self.attach(create=create)

@@ -30,18 +30,8 @@ from typing import NamedTuple
 from hcache_backend.format import file as page_file
 from hcache_backend.format.envelope import BLOCK, PageName, round_up
 from hcache_backend.format.units import Eighths, PageMemory, Unit
-from hcache_backend.store.file_ops import (
-    FOLDER,
-    Alignment,
-    FileOps,
-    FolderLock,
-    PageIO,
-    kept_open,
-    opened,
-    probe_alignment,
-    reading_alignment,
-    try_lock,
-)
+from hcache_backend.store import file_ops
+from hcache_backend.store.file_ops import FOLDER, FileOps, FolderLock, PageIO, kept_open, opened
 from hcache_backend.store.index import INDEX_FILE, INDEX_FORMAT, Entry, Index, is_damaged
 from hcache_backend.store.stats import logger
 
@@ -150,7 +140,7 @@ class Session:
             ops.make_folder(self.token, sessions_fd)
             self.fd = kept_open(ops.open(self.token, FOLDER, sessions_fd), stack)
         # No other process knows this file yet, so it is free.
-        try_lock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, self.fd), stack))
+        file_ops.try_lock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, self.fd), stack))
         with suppress(OSError):  # most file systems cannot be asked
             ops.spread_folders(self.fd)
         self._lanes = Subfolders(ops, self.fd, lanes, stack)
@@ -203,7 +193,7 @@ class Folder:
                 _check_marker(path, ops, self.root_fd, create)
                 if readonly:
                     self.lock = FolderLock(None)
-                    alignment = reading_alignment(ops, self.root_fd, MARKER)
+                    alignment = file_ops.reading_alignment(ops, self.root_fd, MARKER)
                     self.index = Index(path / _INDEX, ops, readonly=True)
                 else:
                     alignment = self._open_to_write(stack, lanes)
@@ -224,7 +214,7 @@ class Folder:
             what = f"its index cannot be opened: {error}{hint}"
             raise OSError(errno.EIO, what, str(path)) from None
 
-    def _open_to_write(self, stack: ExitStack, lanes: int) -> Alignment:
+    def _open_to_write(self, stack: ExitStack, lanes: int) -> file_ops.Alignment:
         ops, root_fd = self.ops, self.root_fd
         _warn_of_others(self.path, root_fd)
         self.lock = FolderLock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, root_fd), stack))
@@ -233,7 +223,7 @@ class Folder:
                 _ensure_folder(ops, name, root_fd)
             _remove_dead_sessions(ops, root_fd)
             self.session = Session(ops, root_fd, lanes, stack)
-            alignment = probe_alignment(ops, self.session.fd, "probe")
+            alignment = file_ops.probe_alignment(ops, self.session.fd, "probe")
             try:
                 self.index = Index(self.path / _INDEX, ops)
             except sqlite3.Error as error:
@@ -571,7 +561,7 @@ def _remove_dead_sessions(ops: FileOps, root_fd: int) -> None:
                 with opened(ops, token, FOLDER, sessions_fd) as session_fd:
                     try:
                         with opened(ops, _LOCK, os.O_RDWR, session_fd) as fd:
-                            dead = try_lock(fd)
+                            dead = file_ops.try_lock(fd)
                     except FileNotFoundError:
                         dead = True  # sessions start under the folder's lock
                 if dead:

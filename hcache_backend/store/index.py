@@ -66,8 +66,6 @@ _META = "SELECT value FROM meta WHERE name = ?"
 
 
 class Entry(NamedTuple):
-    """One page file."""
-
     name: PageName
     header_bytes: int
     payload_bytes: int
@@ -185,8 +183,7 @@ class Index:
 
     def set_meta(self, **facts: bytes) -> None:
         with self._transaction() as connection:
-            for name, value in facts.items():
-                connection.execute("REPLACE INTO meta VALUES (?, ?)", (name, value))
+            connection.executemany("REPLACE INTO meta VALUES (?, ?)", facts.items())
 
     def check(self) -> list[str]:
         """The inconsistencies inside the index; empty if it is sound."""

@@ -48,7 +48,6 @@ class StoreStats:
                 setattr(self, name, getattr(self, name) + increment)
 
     def snapshot(self) -> dict[str, int]:
-        """All counters by name."""
         with self.lock:
             return {name: value for name, value in vars(self).items() if isinstance(value, int)}
 

@@ -6,8 +6,6 @@ follow each other: plane by plane, there group by group, and in a group run of t
 Encoding writes device memory, or pages in pinned memory right over the bus.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
@@ -31,12 +29,10 @@ class UnsupportedRows(ValueError):
 
 
 class Program(NamedTuple):
-    """A kernel of a codec."""
-
     kernel: Any
     per_item: int  # programs of an item
     warps: int  # of a program
-    code: Mapping[str, NamedTuple | None]  # what the kernel knows of the code when it is compiled
+    code: Mapping[str, "NamedTuple | None"]  # what the kernel knows of the code when it is compiled
 
 
 class Codec(ABC):
@@ -81,7 +77,6 @@ class Codec(ABC):
 
     @classmethod
     def of_rows(cls, width: int, dtype: torch.dtype) -> Self:
-        """The codec of rows of hidden states of ``width`` values."""
         return cls(Cut(width), width, dtype, ROWS)
 
     @property
@@ -231,8 +226,7 @@ class Codec(ABC):
         """Decode items by one kernel; ``encoded`` is contiguous uint8 ``[p, segment_bytes]``, of
         several layers ``[layers, p, ...]``, and the others are as in :meth:`encode_launch`."""
         count = encoded.shape[-2] * self.decoder.per_item
-        arguments = {"encoded": encoded}
-        return self._launch(self.decoder, count, planes, items, layers, slots, arguments)
+        return self._launch(self.decoder, count, planes, items, layers, slots, {"encoded": encoded})
 
     def _launch(
         self,

@@ -90,8 +90,7 @@ def gather_planes(
         pool_ids: Where to, each page of the pool once, as ``page_ids`` and on the pool's device.
     """
     first = pool[0]
-    shape = ("pool pages", "page_size", "groups")
-    check_tensor("K of the pool", first, BYTES, (*shape, "row_bytes"))
+    check_tensor("K of the pool", first, BYTES, ("pool pages", "page_size", "groups", "row_bytes"))
     for name, plane in zip("KV", pool, strict=False):  # latents alone are called K
         what = f"{name} of the pool"
         check_tensor(what, plane, BYTES, (*first.shape[:3], "row_bytes"), first.device)

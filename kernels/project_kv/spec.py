@@ -35,8 +35,6 @@ class KeyNorm:
 
 @dataclass(frozen=True)
 class Rotary:
-    """RoPE of K."""
-
     cos_sin: torch.Tensor  # [positions, rotary_dim]: cosines, then sines, rotary_dim / 2 each
     style: Literal["neox", "interleaved"]  # pairs dimension i with i + rotary_dim / 2; 2i, 2i + 1
     rotary_dim: int  # even: the first dimensions of each head that are rotated

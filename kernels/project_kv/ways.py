@@ -35,8 +35,6 @@ LARGEST_ROW = 16384  # numbers of a row of K, padded, in a program with a norm o
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Tile and schedule of the kernel."""
-
     rows: int  # tokens of a tile
     heads: int  # of a tile, all of K or all of V
     depth: int  # hidden dimensions that are multiplied at a time; 0: the product is finished
@@ -214,7 +212,6 @@ class ChoiceTable:
             logger.warning("%s is unreadable and will be measured again: %r", path, error)
 
     def measured(self, kind: LayerKind) -> set[int]:
-        """The numbers of tokens that were measured for a kind of layer."""
         return set(self._fastest.get(str(kind), ()))
 
     def pick(self, kind: LayerKind, n: int) -> Way | None:
@@ -253,7 +250,6 @@ def device_table(index: int) -> ChoiceTable:
 
 
 def table_path(device_name: str) -> Path:
-    """Where the table of a kind of device is kept."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
     return Path(cache) / "hcache" / f"project_kv-{slug}.json"

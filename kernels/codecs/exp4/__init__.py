@@ -40,7 +40,6 @@ class Exp4(Codec):
         self._take(form_of(values))
 
     def _take(self, form: UnitForm) -> None:
-        """Units have this form."""
         thread = 32 * _THREAD_PAIRS
         units, warps = len(self.planes) * self.cut.units, max(1, form.pairs // thread)
         self.unit_bytes = (form.size,) * len(self.planes)

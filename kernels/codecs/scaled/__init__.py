@@ -51,8 +51,6 @@ class Lines(NamedTuple):
 
 
 class ScaledCode(NamedTuple):
-    """What the kernels know of the code."""
-
     largest: float
     inverse: float
     fp8: bool
@@ -163,7 +161,6 @@ class ScaledCodec(Codec):
 
 
 def _warps(values: int) -> int:
-    """Warps of a program that takes this many values at once."""
     return max(1, min(8, values // (32 * _THREAD_VALUES)))
 
 
