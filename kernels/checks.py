@@ -26,8 +26,7 @@ def check_tensor(
     if tensor.dtype not in types:
         raise wrong(name, tensor.dtype, " or ".join(map(_text, types)))
     if not (tensor.is_contiguous() if whole else tensor.stride(-1) == 1):
-        right = "contiguous" if whole else "last stride 1"
-        raise wrong(name, f"strides {tensor.stride()}", right)
+        raise wrong(name, f"strides {tensor.stride()}", "contiguous" if whole else "last stride 1")
     if device is not None and tensor.device != device:
         raise wrong(name, tensor.device, f"on {device}")
 

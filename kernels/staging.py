@@ -57,9 +57,8 @@ def begin_rows(
         return
     torch.stack([values.to(torch.int64) for values in tokens], out=where)
     copied.copy_(where.view(-1))
-    device = now.targets.device
     now.targets.fill_(NOWHERE)
-    now.targets[: len(placed)] = torch.arange(placed.start, placed.stop, device=device)
+    now.targets[: len(placed)] = torch.arange(placed.start, placed.stop, device=now.targets.device)
     now.number.fill_(number)
 
 

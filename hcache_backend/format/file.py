@@ -69,8 +69,6 @@ class FileLayout:
 
 
 class Header(NamedTuple):
-    """The verified header of a page file."""
-
     name: PageName
     writer: bytes
     layout: FileLayout
@@ -111,8 +109,7 @@ def parse_header(data: memoryview) -> Header:
     if xxhash.xxh3_128_digest(rest) != header[CHECKSUM]:
         raise DamagedFileError("header checksum")
     # From here on the bytes are what a writer meant.
-    fields = _FIELDS.unpack_from(header, CHECKSUM.stop)
-    namespace, key, writer, _, _, unit_count, _ = fields
+    namespace, key, writer, _, _, unit_count, _ = _FIELDS.unpack_from(header, CHECKSUM.stop)
     end = _SEGMENTS_AT + page_units.PACKED_SEGMENT.size * segment_count
     shard = Shard(number, of)
     layout = file_layout(_table(header[_SEGMENTS_AT:end]), shard)

@@ -298,7 +298,6 @@ class PageLayout:
 
     @cached_property
     def _tables(self) -> bytes:
-        """The tables of layers and segments."""
         return self._entries + self._packed
 
     @cached_property

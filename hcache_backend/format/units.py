@@ -91,7 +91,6 @@ class SegmentTable:
 
     @cached_property
     def packed(self) -> bytes:
-        """The segments as they stand in headers."""
         return b"".join(PACKED_SEGMENT.pack(*segment) for segment in self.segments)
 
     def __hash__(self) -> int:

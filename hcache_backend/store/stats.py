@@ -61,7 +61,6 @@ class ProblemLog:
         self._held_back: Counter[str] = Counter()
 
     def report(self, kind: str, message: str) -> None:
-        """Log ``message`` unless one of its ``kind`` was logged in the last minute."""
         now = time.monotonic()
         with self._lock:
             if now - self._last.get(kind, -QUIET_SECONDS) < QUIET_SECONDS:

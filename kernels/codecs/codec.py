@@ -89,7 +89,6 @@ class Codec(ABC):
         return self.cut.units * sum(self.unit_bytes)
 
     row_bytes = segment_bytes
-    """The same of a row."""
 
     @property
     def flags(self) -> int:

@@ -66,7 +66,6 @@ def in_plane(at, AT: tl.constexpr):
 
 @triton.jit
 def unit_bytes_at(memory, pages, item, page_bytes, offsets, layer, offset):
-    """Where the encoded units of an item begin."""
     page = item
     if pages is not None:
         page = tl.load(pages + item).to(tl.int64)

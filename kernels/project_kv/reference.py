@@ -20,8 +20,7 @@ def compute_kv_reference(
     heads, dim = projection.kv_heads, projection.head_dim
     kv = F.linear(hidden, projection.weight, projection.bias)
     k, v = kv.view(len(hidden), 2, heads, dim).unbind(1)
-    finished = finish_keys(k, positions, projection.norm, projection.rotary, projection.rounding)
-    return finished, v
+    return finish_keys(k, positions, projection.norm, projection.rotary, projection.rounding), v
 
 
 def finish_keys(
@@ -42,7 +41,6 @@ def finish_keys(
 
 
 def _rounded(x: torch.Tensor, model: torch.dtype, really: bool) -> torch.Tensor:
-    """Float32 numbers, as the model's type holds them if ``really``."""
     return x.to(model).float() if really else x
 
 

@@ -23,8 +23,6 @@ HEAD_DIM_LIMIT = 256
 
 @dataclass(frozen=True)
 class KeyNorm:
-    """Normalisation of K before RoPE."""
-
     kind: Literal["rms", "layer"]  # layer: the mean is subtracted
     over: Literal["head", "all"]  # each head by itself (Qwen3), or all KV heads at once (OLMo2)
     # [head_dim], or [kv_heads * head_dim] for "all" and if every head has other weights; None: ones

@@ -86,10 +86,9 @@ def fused_configs(kind: LayerKind, capability: tuple[int, int]) -> tuple[TileCon
         configs.append(TileConfig(rows=128, heads=heads, depth=64, warps=8, stages=3))
         if capability in ((8, 0), (9, 0), (10, 0)):  # those with much shared memory
             configs.append(TileConfig(rows=128, heads=heads, depth=64, warps=8, stages=4))
-    roomy = not norm_and_rope and not masked
-    # There two heads of 128 with pairs side by side are turned with 40 bytes more than registers.
+    # On 8.0 two heads of 128 with pairs side by side are turned with 40 bytes more than registers.
     spills = capability == (8, 0) and kind.head_dim == 128 and kind.rotary == "interleaved"
-    roomy = roomy and not spills
+    roomy = not (norm_and_rope or masked or spills)
     if capability in ((8, 0), (9, 0)) and roomy and kind.kv_heads >= 2 * heads:
         configs.append(TileConfig(rows=128, heads=2 * heads, depth=64, warps=8, stages=3))
     return tuple(configs)

@@ -40,8 +40,7 @@ class Exp4(Codec):
         self._take(form_of(values))
 
     def _take(self, form: UnitForm) -> None:
-        thread = 32 * _THREAD_PAIRS
-        units, warps = len(self.planes) * self.cut.units, max(1, form.pairs // thread)
+        units, warps = len(self.planes) * self.cut.units, max(1, form.pairs // (32 * _THREAD_PAIRS))
         self.unit_bytes = (form.size,) * len(self.planes)
         self.encoder = Program(encode_kernel, units, warps, {"CODE": form})
         self.decoder = Program(decode_kernel, units * form.blocks, warps, {"CODE": form})

@@ -122,7 +122,6 @@ def decode_kernel(
 def _decode_lines(
     encoded, values, block, AT: tl.constexpr, CODE: tl.constexpr, LINES: tl.constexpr
 ):
-    """Decode a block of values of a unit."""
     at = block * CODE.block + tl.arange(0, CODE.block)
     inside = at < AT.tokens * AT.width
     dtype = values.dtype.element_ty
