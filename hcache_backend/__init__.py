@@ -1,8 +1,6 @@
 """HCache for SGLang: store each layer's hidden states, restore K and V with one GEMM per layer.
-
-``HCacheStorage``, the class that SGLang loads, is imported on first use: most rooms
-must import without SGLang.
-"""
+``HCacheStorage``, the class that SGLang loads, is imported on first use: most rooms must import
+without SGLang."""
 
 from typing import Any
 

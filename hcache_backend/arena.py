@@ -103,8 +103,6 @@ class Arena:
         self._blank_header = np.empty(layout.header_bytes, np.uint8)
         layout.begin(self._blank_header, NO_NAMESPACE, bytes(WRITER_BYTES))
 
-    # ---- pages ----
-
     def physical(self, host_pages: Ids) -> Ids:
         return self._host[host_pages]
 
@@ -168,8 +166,6 @@ class Arena:
         for page in physical.tolist():
             self._stamp(self.memory[page])
 
-    # ---- rows ----
-
     @property
     def shadows(self) -> Ids:
         return self._shadow.copy()
@@ -218,8 +214,6 @@ class Arena:
         self._rows[unfit] = _RowState.UNFIT
         self._finish_unproven()
         return len(missing), len(unfit)
-
-    # ---- backup and load ----
 
     def problem(self, slots: Ids) -> str | None:
         """The reason why the pages of ``slots`` cannot be backed up, or None."""
@@ -322,8 +316,6 @@ class Arena:
             kept |= rows == _RowState.UNFIT
         return np.asarray(kept.all(1))
 
-    # ---- host pages ----
-
     def host_freed(self, host_pages: Ids) -> ShadowChanges:
         """HiCache freed ``host_pages``: tokens still on the device take their rows back. All that
         happened to their slots must be known, and recomputed rows must be there."""
@@ -352,8 +344,6 @@ class Arena:
         self._unproven.clear()
         self._pending.clear()
         self._recomputed.clear()
-
-    # ---- links between device pages and host pages ----
 
     def _move_in(self, host_pages: Ids, device_pages: Ids) -> None:
         self._move_out(host_pages)

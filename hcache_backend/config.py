@@ -1,9 +1,7 @@
-"""Every option, once, in the groups of docs/options.md, which explains each.
-
-Options are the table ``hcache`` in SGLang's ``--hicache-storage-backend-extra-config``, JSON or
-``@file.toml``. The environment variable ``HCACHE_CONFIG`` has the same table at lower priority, for
-a later attach or a backend of SGLang's own.
-"""
+"""Every option, once, in the groups of docs/options.md, which explains each. Options are the table
+``hcache`` in SGLang's ``--hicache-storage-backend-extra-config``, JSON or ``@file.toml``. The
+environment variable ``HCACHE_CONFIG`` has the same table at lower priority, for a later attach or a
+backend of SGLang's own."""
 
 from __future__ import annotations
 
@@ -15,19 +13,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ByteSize,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    TypeAdapter,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+import pydantic
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 ENABLE_VARIABLE = "HCACHE_ENABLE"
@@ -68,7 +55,7 @@ def _bytes(value: object) -> object:
         raise ValueError('must be a number of bytes, such as 500000000000 or "500GB"') from None
 
 
-_SIZE = TypeAdapter(ByteSize)
+_SIZE = pydantic.TypeAdapter(ByteSize)
 Bytes = Annotated[int, BeforeValidator(_bytes)]  # "500GB" is 10^9, "4GiB" is 2^30
 
 
@@ -126,7 +113,7 @@ class KrulOption(_Table):
     error: float = Field(default=0.2, ge=0, allow_inf_nan=False)
     pairs: tuple[tuple[int, int], ...] | None = None
 
-    @field_validator("pairs", mode="before")
+    @pydantic.field_validator("pairs", mode="before")
     @classmethod
     def _tuples(cls, value: object) -> object:
         if isinstance(value, list):
@@ -156,9 +143,9 @@ class HCacheConfig(_Table):
     # what is stored
     mode: Literal["auto", "hidden", "kv", "plain"] = "auto"
     partition: Annotated[
-        Annotated[Literal["auto"], Tag("auto")]
-        | Annotated[PartitionOption, _table(_PARTITION), Tag("layers")],
-        Discriminator(lambda value: "auto" if value == "auto" else "layers"),
+        Annotated[Literal["auto"], pydantic.Tag("auto")]
+        | Annotated[PartitionOption, _table(_PARTITION), pydantic.Tag("layers")],
+        pydantic.Discriminator(lambda value: "auto" if value == "auto" else "layers"),
     ] = "auto"
     profile: Annotated[Path | None, BeforeValidator(_path)] = None
     codec: Literal["auto", "none", "exp3", "exp4", "int8", "fp8", "krul"] = "auto"
@@ -175,7 +162,7 @@ class HCacheConfig(_Table):
     # sharing
     shared: Annotated[SharedOption | None, _table(_SHARED)] = None
 
-    @field_validator("dirs", mode="before")
+    @pydantic.field_validator("dirs", mode="before")
     @classmethod
     def _paths(cls, value: object) -> object:
         if not isinstance(value, list | tuple) or not value:
@@ -192,7 +179,7 @@ class HCacheConfig(_Table):
             raise ValueError("every folder may be named once only")
         return tuple(paths)
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _together(self) -> HCacheConfig:
         asked = self.partition if isinstance(self.partition, PartitionOption) else PartitionOption()
         other = self.mode in ("hidden", "plain") or asked.hidden or asked.recompute

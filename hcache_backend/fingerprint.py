@@ -1,7 +1,5 @@
-"""Fingerprint of the loaded weights, and the namespace of the pages that they make.
-
-A model's name does not suffice: its weights change under the name, and at run time.
-"""
+"""Fingerprint of the loaded weights, and the namespace of the pages that they make. A model's name
+does not suffice: its weights change under the name, and at run time."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ def digest_tensors(
     tensors: Iterable[tuple[str, torch.Tensor]], by_column: Container[str] = ()
 ) -> list[TensorDigest]:
     """Digests of ``tensors``, by name; ``by_column`` names those whose last dimension ranks divide.
-
-    Sums run on the tensors' device: a 14 GB model costs one read of its memory and no transfer.
-    """
+    Sums run on the tensors' device: a 14 GB model costs one read of its memory and no transfer."""
     return [
         _digest(name, tensor, name in by_column)
         for name, tensor in sorted(tensors, key=lambda item: item[0])
@@ -56,11 +52,9 @@ def fingerprint(ranks: Sequence[Sequence[TensorDigest]]) -> bytes:
 
 
 def whole_fingerprint(ranks: Sequence[Sequence[TensorDigest]]) -> bytes:
-    """Digest (16 bytes) that is the same for any number of ranks.
-
-    Weaker than :func:`fingerprint`: it misses rows that exchange places. If ranks divide a tensor
-    in an unexpected way, the digest depends on their number.
-    """
+    """Digest (16 bytes) that is the same for any number of ranks. Weaker than :func:`fingerprint`:
+    it misses rows that exchange places. If ranks divide a tensor in an unexpected way, the digest
+    depends on their number."""
     parts: dict[tuple[str, str, int, int], dict[int, int]] = {}
     for tensors in ranks:
         for t in tensors:

@@ -1,9 +1,7 @@
 """Metrics of one server process, declared below; ``--enable-metrics`` shows them beside SGLang's.
-
 SGLang collects from several processes. So a metric here adds up over processes, or is a gauge whose
 largest or smallest value counts. ``hcache top`` reads them by these tables; the dashboard and the
-alerts name them. Counts outlive their process, as Prometheus wants; gauges end with it.
-"""
+alerts name them. Counts outlive their process, as Prometheus wants; gauges end with it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Numbers and flags on which the ranks of one process group agree.
-
-Every rank must reach every collective: nothing here may be called from a branch that only some
-ranks take. In each turn of the scheduler tensor-parallel ranks agree once: every part of ours that
-depends on what differs between them (an event that has passed, an estimate, a page that was read)
-adds its numbers to the turn before, and acts on the smallest of each behind that.
-"""
+"""Numbers and flags on which the ranks of one process group agree. Every rank must reach every
+collective: nothing here may be called from a branch that only some ranks take. In each turn of the
+scheduler tensor-parallel ranks agree once: every part of ours that depends on what differs between
+them (an event that has passed, an estimate, a page that was read) adds its numbers to the turn
+before, and acts on the smallest of each behind that."""
 
 from __future__ import annotations
 
@@ -78,9 +76,6 @@ def all_or_none(
     if not fine:
         raise Refused(reason or "another tensor-parallel rank or pipeline stage refused")
     return result
-
-
-# ---- turns of the scheduler ----
 
 
 class Part(Protocol):

@@ -168,9 +168,6 @@ def recording_graph() -> bool:
     return _door.recording_graph()
 
 
-# ---- CUDA ----
-
-
 class _CudaEvent:
     """A torch event recorded on ``stream``; it is reused when this one dies."""
 
@@ -223,9 +220,6 @@ class _CudaStream(Stream):
             yield
 
 
-# ---- CPU ----
-
-
 class _ThreadEvent:
     def __init__(self) -> None:
         self._to_come = threading.Lock()  # every step makes several: a lock is cheap
@@ -251,11 +245,8 @@ class _ThreadEvent:
 
 
 class WorkerStream(Stream):
-    """A thread that works through a queue.
-
-    After an error it runs no more work, which would build on a missing result. Events still pass,
-    with the error, so that no caller waits for ever.
-    """
+    """A thread that works through a queue. After an error it runs no more work, which would build
+    on a missing result. Events still pass, with the error, so that no caller waits for ever."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Work] = queue.SimpleQueue()

@@ -1,10 +1,8 @@
-"""The self-check at the start: what a forward pass on a few tokens shows of each layer.
-
-It learns the call of each attention module, and finds its projection: the linear module that is fed
-first. It proves that projecting that input gives the K and V that the model wrote, and that
-recomputed layers do (:func:`check_recompute`). :class:`LayerSpecs` finds the projection of each
-layer: by a proven spec, or by its attention module.
-"""
+"""The self-check at the start: what a forward pass on a few tokens shows of each layer. It learns
+the call of each attention module, and finds its projection: the linear module that is fed first. It
+proves that projecting that input gives the K and V that the model wrote, and that recomputed layers
+do (:func:`check_recompute`). :class:`LayerSpecs` finds the projection of each layer: by a proven
+spec, or by its attention module."""
 
 from __future__ import annotations
 
@@ -20,31 +18,12 @@ import torch.distributed as dist
 
 from hcache_backend.checks.comparison import first_problem, projected, projected_difference
 from hcache_backend.config import PROJECTION_VARIABLE
-from hcache_backend.projection.attention import (
-    AttentionLayer,
-    ProjectionBatch,
-    UnknownCall,
-    learn_call,
-)
-from hcache_backend.projection.exactness import (
-    Bound,
-    KVExactness,
-    kv_exactness,
-    relative_difference,
-    together,
-    worst,
-)
+from hcache_backend.projection import attention, exactness, search
+from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.exactness import Bound, KVExactness, kv_exactness, together, worst
 from hcache_backend.projection.paged_pool import PagedPool, planes_of
 from hcache_backend.projection.projector import LayerSpec, Projector, linear_output
-from hcache_backend.projection.search import (
-    LESS_EXACT,
-    Evidence,
-    NoSpec,
-    dependence,
-    find_spec,
-    gather_evidence,
-    spec_exactness,
-)
+from hcache_backend.projection.search import LESS_EXACT, NoSpec, find_spec
 from hcache_backend.ranks import Refused, smallest
 from hcache_backend.restore.recompute import Recomputer, TokenSpan
 from hcache_backend.server_report import LayerGroup
@@ -219,7 +198,7 @@ def _depends(module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
         )[:-1, None].clone()  # kernels may write both outputs to one buffer of theirs
         for one in (rows.clone(), louder)  # experts may write to what they receive
     )
-    return not relative_difference(beside, alone) <= Bound.of_product(rows.dtype).rms
+    return not exactness.relative_difference(beside, alone) <= Bound.of_product(rows.dtype).rms
 
 
 def _describe(
@@ -237,11 +216,12 @@ def _describe(
     call: tuple[dict[str, str], dict[str, Any]] = {}, {}
     try:
         if calls:
-            call = learn_call(seen.module, *seen.calls[0], passed.positions, type(passed.batch))
-    except (UnknownCall, TypeError, ValueError) as error:
+            batch_type = type(passed.batch)
+            call = attention.learn_call(seen.module, *seen.calls[0], passed.positions, batch_type)
+    except (attention.UnknownCall, TypeError, ValueError) as error:
         raise Refused(f"{seen.name} {error}") from None
     parts = seen.name, seen.module, seen.kernel, seen.projection
-    batch = ProjectionBatch(passed.batch.forward_mode)
+    batch = attention.ProjectionBatch(passed.batch.forward_mode)
     layer = AttentionLayer(index, *parts, *call, batch)
     return layer, seen.hidden
 
@@ -262,14 +242,12 @@ def check_recompute(
     recomputer: Recomputer,
     kvcache: Any,
 ) -> Recomputed:
-    """Recompute the probe's tokens, and once more their second half after the first.
-
-    Nothing may be allocated yet: other slots of the pool are overwritten too. There are more tokens
-    than in the probe, so that leftovers of its batch would show. Raises Refused if it fails, or not
-    even the first layer is exact enough. ``run_again`` runs prompts of these lengths that begin as
-    the probe does, the first tokens in a pass of their own; it returns the slots of each. There is
-    room for ``most_requests``.
-    """
+    """Recompute the probe's tokens, and once more their second half after the first. Nothing may be
+    allocated yet: other slots of the pool are overwritten too. There are more tokens than in the
+    probe, so that leftovers of its batch would show. Raises Refused if it fails, or not even the
+    first layer is exact enough. ``run_again`` runs prompts of these lengths that begin as the probe
+    does, the first tokens in a pass of their own; it returns the slots of each. There is room for
+    ``most_requests``."""
     slots, tokens, half = probe.slots, len(probe.slots), len(probe.slots) // 2
     dtype, pool, size = probe.hidden[0].dtype, PagedPool(kvcache), kvcache.page_size
 
@@ -336,9 +314,6 @@ def check_recompute(
     return Recomputed(layers, told, problem)
 
 
-# ---- specs ----
-
-
 @dataclass(frozen=True)
 class Found:
     """Findings on one layer."""
@@ -364,21 +339,21 @@ class LayerSpecs:
         found, problems = [], []
         limit = int(self._runtime.runner.model_config.context_len)
         for layer, hidden in zip(self._probe.layers, self._probe.hidden, strict=True):
-            evidence = gather_evidence(layer, hidden, self._probe.positions, limit)
-            problems.append(dependence(layer, evidence))
+            evidence = search.gather_evidence(layer, hidden, self._probe.positions, limit)
+            problems.append(search.dependence(layer, evidence))
             found.append(self._find(layer, evidence))
         self._found = found
         problem = first_problem(problems)
         if problem is not None:
             raise Refused(problem)
 
-    def _find(self, layer: AttentionLayer, evidence: Evidence) -> Found:
+    def _find(self, layer: AttentionLayer, evidence: search.Evidence) -> Found:
         own = evidence.own
         if os.environ.get(PROJECTION_VARIABLE) == "generic":
             return Found(None, f"{PROJECTION_VARIABLE} is 'generic'", own)
         try:
             spec = find_spec(layer, evidence)
-            return Found(spec, spec.describe(), own, spec_exactness(spec, evidence.samples))
+            return Found(spec, spec.describe(), own, search.spec_exactness(spec, evidence.samples))
         except NoSpec as error:
             return Found(None, str(error), own, error.reached)
         except Exception as error:  # a model's own code, called in a new way

@@ -1,8 +1,6 @@
 """Checks at the start: K and V, and hidden states, reach pages of host memory and come back as they
-were. They compile the kernels: what was not tried at the start is not trusted later.
-
-Nothing may be allocated or served yet: pages of the KV pool are overwritten, and the host may wait.
-"""
+were. They compile the kernels: what was not tried at the start is not trusted later. Nothing may be
+allocated or served yet: pages of the KV pool are overwritten, and the host may wait."""
 
 from __future__ import annotations
 
@@ -48,12 +46,10 @@ class _OwnShare:
 
 def check_copies(layout: PageLayout, kv: KVSegments) -> None:
     """Round-trip two pool pages through host memory, in the layers stored as K and V. Latents that
-    ranks share come back for this rank's tokens.
-
-    With a codec, the first must decode to the codec's reference. The second has random bits, and
-    must come back if the codec says that it fits. The pool gets its content back. Raises Refused
-    for wrong or missing pages, or if the codec does not hold normally distributed values.
-    """
+    ranks share come back for this rank's tokens. With a codec, the first must decode to the codec's
+    reference. The second has random bits, and must come back if the codec says that it fits. The
+    pool gets its content back. Raises Refused for wrong or missing pages, or if the codec does not
+    hold normally distributed values."""
     by_layer = [kv.planes(layer) for layer in kv.layers]
     planes = [plane for layer in by_layer for plane in layer]
     size, device = layout.page_size, planes[0].device
@@ -140,10 +136,8 @@ def check_lossy(kv: KVSegments, layout: PageLayout, slots: torch.Tensor, most: f
 class CaptureCheck:
     """A few pages that go from the model to host memory and from there to other slots, as in
     service: capture, transfer, verdicts, backup and restore, also by the CUDA graphs that serve.
-
     All tensor-parallel ranks must take its steps, in their order. ``plan`` is a
-    :class:`hcache_backend.start.page_plan.PagePlan`.
-    """
+    :class:`hcache_backend.start.page_plan.PagePlan`."""
 
     def __init__(self, plan: Any, projector: Projector, order: CollectiveOrder | None) -> None:
         layout, device, self._plan = plan.layout, plan.kvcache.device, plan
@@ -167,12 +161,10 @@ class CaptureCheck:
 
     def save(self, run: Callable[[], torch.Tensor], *, seen: bool, by_layer: bool) -> None:
         """Have ``run`` run the model, with capture, on :attr:`tokens` tokens, whose slots it
-        returns, and back up the rows. Raises Refused for lost or wrong ones.
-
-        ``seen``: Python sees the inputs of projections, which rows are compared with. It does not
-        in recorded prefill graphs: only K and V are compared then. ``by_layer``: the prefill passes
-        staging layer by layer, as prompts too long for it do.
-        """
+        returns, and back up the rows. Raises Refused for lost or wrong ones. ``seen``: Python sees
+        the inputs of projections, which rows are compared with. It does not in recorded prefill
+        graphs: only K and V are compared then. ``by_layer``: the prefill passes staging layer by
+        layer, as prompts too long for it do."""
         plan = self._plan
         received: dict[int, torch.Tensor] = {}
 

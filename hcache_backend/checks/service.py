@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from hcache_backend import metrics
+from hcache_backend import metrics, streams
 from hcache_backend.arena import NOT_SETTLED, Ids
 from hcache_backend.checks.comparison import first_problem, projected, projected_difference
 from hcache_backend.format.page import PageLayout
@@ -33,14 +33,7 @@ from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Said, Turn
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
-from hcache_backend.streams import (
-    Event,
-    HostBuffer,
-    HostBuffers,
-    StreamFailed,
-    current_stream,
-    to_device,
-)
+from hcache_backend.streams import Event, HostBuffer, HostBuffers, StreamFailed, current_stream
 from hcache_kernels.codecs import Codec
 
 _LAYERS = 4  # of a page in one check
@@ -244,13 +237,11 @@ class KVChecks(_Checks[int]):
 
 
 class ServiceChecks(_Checks[AttentionLayer]):
-    """Projects a sample of backups with hidden states and compares them with the pool.
-
-    With a spec each rank projects its own shard of a page's tokens, with its own heads. An
-    attention module may exchange every token with other ranks, so all ranks get the whole page.
-    ``exchange``: between ranks that share tokens; None: pages are whole. ``order``: keeps
-    collectives apart from those of forward passes; None: there are none.
-    """
+    """Projects a sample of backups with hidden states and compares them with the pool. With a spec
+    each rank projects its own shard of a page's tokens, with its own heads. An attention module may
+    exchange every token with other ranks, so all ranks get the whole page. ``exchange``: between
+    ranks that share tokens; None: pages are whole. ``order``: keeps collectives apart from those of
+    forward passes; None: there are none."""
 
     def __init__(
         self,
@@ -325,7 +316,7 @@ class ServiceChecks(_Checks[AttentionLayer]):
                     rows, tokens = self._all_shares(self._exchange, rows), every
                 with _harmless():
                     if positions is None:
-                        positions = to_device(self._positions(host_page), device)
+                        positions = streams.to_device(self._positions(host_page), device)
                     rows = rows.to(device, non_blocking=True).view(-1, self._codec.row_bytes)
                     hidden, where = self._codec.decode(rows), (positions[tokens], slots[tokens])
                     found = projected(layer, hidden, *where, self._projector)

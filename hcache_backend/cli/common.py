@@ -80,11 +80,9 @@ def served_model(path: Path, tp: int = 1) -> tuple[ModelShape, Sides | None, str
 
 
 def ask(server: str, path: str, seconds: float, *, body: Any = None, key: str | None = None) -> str:
-    """The answer of the server at ``HOST:PORT``, or ``http://HOST:PORT``.
-
-    Pauses in it are no longer than ``seconds``. ``body`` is posted as JSON if it is not None;
-    ``key`` is the server's API key. Raises a RequestError.
-    """
+    """The answer of the server at ``HOST:PORT``, or ``http://HOST:PORT``. Pauses in it are no
+    longer than ``seconds``. ``body`` is posted as JSON if it is not None; ``key`` is the server's
+    API key. Raises a RequestError."""
     whole = server if "://" in server else f"http://{server}"
     if not whole.startswith(("http://", "https://")):
         raise RequestError(f"{server!r} is no address of a server; it must be http://HOST:PORT")

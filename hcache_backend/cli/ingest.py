@@ -4,8 +4,7 @@ The paper, section 3.1: states of contexts that are known "can be generated and 
 document is sent as a prompt; the server computes it once, and HiCache writes its pages to L3. After
 every group of documents the caches are flushed, and the flush ends when L3 has every page. The
 journal names the documents only then. So a document in the journal is in L3, even if the command
-was killed, unless L3 had no room for it: the server's metrics count pages that L3 dropped.
-"""
+was killed, unless L3 had no room for it: the server's metrics count pages that L3 dropped."""
 
 from __future__ import annotations
 
@@ -103,13 +102,11 @@ class Document(NamedTuple):
 def find_documents(
     paths: Iterable[Path], server: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[Document]:
-    """All documents of files and folders in the order of their names, read one by one.
-
-    A file is a document, in UTF-8. A ``.jsonl`` file has one in each line: an object with ``text``,
-    or ``input_ids`` (token ids), and optionally an ``id``. Folders are searched; hidden files and
+    """All documents of files and folders in the order of their names, read one by one. A file is a
+    document, in UTF-8. A ``.jsonl`` file has one in each line: an object with ``text``, or
+    ``input_ids`` (token ids), and optionally an ``id``. Folders are searched; hidden files and
     empty ones are left out. The same content twice is one document. Raises OSError, and a Failure
-    if a document has another form, or there is none.
-    """
+    if a document has another form, or there is none."""
     seed = json.dumps([server.get(name) for name in _IDENTITY]) + "\n" + _digest(prefix)
     seen: set[str] = set()
     for name, content in (found for path in paths for found in _contents(path)):
@@ -201,12 +198,10 @@ def store_documents(
     done: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Store documents that the journal does not name; those that the server refuses are left out.
-
     The caches are flushed after each ``group``; if ``settle_s`` is given, L3 has that many seconds
-    instead, because a flush needs an idle server. ``done`` is called after each document.
-    Returns counts by name, and ``failed``: name of a document -> why the server refused it.
-    Raises as :func:`find_documents`, and UnusableServer if the server went away or is not idle.
-    """
+    instead, because a flush needs an idle server. ``done`` is called after each document. Returns
+    counts by name, and ``failed``: name of a document -> why the server refused it. Raises as
+    :func:`find_documents`, and UnusableServer if the server went away or is not idle."""
     counts = Counter(stored=0, tokens=0, tokens_found_in_l3=0, shorter_than_a_page=0)
     failed: dict[str, str] = {}
     missing = (document for document in documents if document.key not in journal.keys)
@@ -255,8 +250,7 @@ def ingest(
     """Fill the store with documents ahead of time: a server computes them and stores their pages.
 
     Questions then find them in L3, if they begin with the same text: the prefix file, then the
-    document. Exit status: 0; 1 when the server refused documents; 2 when it could not run.
-    """
+    document. Exit status: 0; 1 when the server refused documents; 2 when it could not run."""
     prefix = prefix_file.read_text(encoding="utf-8") if prefix_file is not None else ""
     server, notes = Server(url, api_key), Journal(journal)
     info = server.info()

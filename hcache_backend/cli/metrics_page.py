@@ -96,12 +96,10 @@ class Histogram:
 
 
 class MetricsPage(NamedTuple):
-    """The content of a server's page at ``time``, in seconds of the monotonic clock.
-
-    ``counters`` are counts by event, for each table of `metrics.COUNTS` and ``prompt``. ``shared``
-    is the shared tier, silent if it did not answer when asked last. ``tokens_per_second`` are the
-    rates by operation that decisions about L3 hits expect.
-    """
+    """The content of a server's page at ``time``, in seconds of the monotonic clock. ``counters``
+    are counts by event, for each table of `metrics.COUNTS` and ``prompt``. ``shared`` is the shared
+    tier, silent if it did not answer when asked last. ``tokens_per_second`` are the rates by
+    operation that decisions about L3 hits expect."""
 
     time: float
     counters: Mapping[str, Mapping[str, float]]

@@ -19,21 +19,14 @@ from hcache_backend.format.file import file_layout
 from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer
 from hcache_backend.format.units import Segment, units_per_group
 from hcache_backend.plan.model_shape import PAGE_TOKENS, ModelShape, PlannedCodec, encoded
-from hcache_backend.plan.plan import (
-    LENGTHS,
-    Conversations,
-    FleetPlan,
-    PartitionPlan,
-    Resource,
-    RestorePath,
-)
+from hcache_backend.plan.plan import LENGTHS, Conversations, FleetPlan, PartitionPlan, RestorePath
 from hcache_backend.plan.profile import PRESETS, Profile, Rate, load_profile, preset_profile
 from hcache_backend.plan.record import records, save_record
 from hcache_backend.plan.restore import Partition, describe
 
 _NAMES = ", ".join(PRESETS)
 _TITLES = {"mix": "this partition", "hidden": "hidden states", "kv": "KV offload"}
-_RESOURCES: dict[Resource, str] = {"l3": "L3", "bus": "bus", "compute": "GPU"}
+_RESOURCES: dict[Any, str] = {"l3": "L3", "bus": "bus", "compute": "GPU"}
 _OPERATIONS = {
     "hidden_copy": "hidden states, host to device",
     "kv_load": "KV, host to pool",

@@ -38,8 +38,7 @@ class MergedPair(Codec):
     name = code = "merged"
     lossless = False
     retained: ClassVar[int] = 16
-    """One token of this many is retained. Bytes depend on it and on t, so both belong to the name.
-    """
+    """One token of so many is retained. Bytes depend on it and on t: both belong to the name."""
 
     def __init__(self, cut: Cut, dim: int, dtype: torch.dtype, planes: str = _PAIR) -> None:
         if dtype not in (torch.bfloat16, torch.float16):
@@ -138,26 +137,21 @@ def _resized(slots: torch.Tensor, size: int) -> torch.Tensor:
 
 def changes_of_merges(form: MergedPair, layers: Sequence[torch.Tensor]) -> torch.Tensor:
     """Change of K and V by a merge of each two layers: float32 ``[layers, layers]``, symmetric.
-
     ``layers``: K and V of each, ``[p, 2, units, tokens, width]``. The change is the root mean
     square over tokens, each relative to its own size, in the worst head of K or V; infinity on the
-    diagonal and if a page does not fit.
-    """
+    diagonal and if a page does not fit."""
     found = torch.full((len(layers), len(layers)), torch.inf, device=layers[0].device)
     for pair in combinations(range(len(layers)), 2):
         exact = torch.cat([layers[layer] for layer in pair], dim=1)
         encoded, fits = form.encode_units(exact)
-        change = _change(form.decode_units(encoded), exact, form.dim)
+        both = form.decode_units(encoded), exact
+        got, want = (part.float().unflatten(-1, (-1, form.dim)) for part in both)
+        # All tokens count alike: an outlier would hide the losses of the others.
+        size = want.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
+        errors = ((got - want) / size).square()  # [p, 4, units, tokens, heads, dim]
+        change = errors.mean((0, 3, 5)).sqrt().max()
         found[pair] = found[pair[::-1]] = torch.where(fits.all(), change, torch.inf)
     return found
-
-
-def _change(back: torch.Tensor, exact: torch.Tensor, dim: int) -> torch.Tensor:
-    # All tokens count alike: an outlier would hide the losses of the others.
-    got, want = (part.float().unflatten(-1, (-1, dim)) for part in (back, exact))
-    size = want.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
-    errors = ((got - want) / size).square()  # [p, 4, units, tokens, heads, dim]
-    return errors.mean((0, 3, 5)).sqrt().max()
 
 
 def _divergent(units: torch.Tensor, count: int) -> torch.Tensor:

@@ -1,9 +1,7 @@
 """Which layers are alike, by how they attend, and which of them share a slot (Krul, sections 4, 5).
-
 Krul keeps the attention weights of a whole prompt, tens of gigabytes. Here K is the one that is
 cached anyway, and only the last queries are asked again. A query's weights in all layers exist
-together, as in a decode step, and are gone before those of the next queries.
-"""
+together, as in a decode step, and are gone before those of the next queries."""
 
 from __future__ import annotations
 

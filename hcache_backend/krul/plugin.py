@@ -1,15 +1,11 @@
 """The codec ``krul`` as the start of a server loads it (``start/page_plan.py:page_plugin``), and
-which layers share slots in the pages of each node, by how its last tokens attend.
-
-A node is what HiCache backs up at once: tokens of a sequence behind those of other nodes. Its last
-tokens are asked again, on the stream of forward passes, one node after the other. The node's backup
-waits for the answer. The sums of the nodes before it are added, as Krul adds a prompt's and a
-reply's.
-"""
+which layers share slots in the pages of each node, by how its last tokens attend. A node is what
+HiCache backs up at once: tokens of a sequence behind those of other nodes. Its last tokens are
+asked again, on the stream of forward passes, one node after the other. The node's backup waits for
+the answer. The sums of the nodes before it are added, as Krul adds a prompt's and a reply's."""
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,20 +17,13 @@ import torch
 
 from hcache_backend import metrics
 from hcache_backend.config import KrulOption
-from hcache_backend.krul.pairs import (
-    PROBE_TOKENS,
-    CodedPair,
-    PairChoice,
-    PairSums,
-    attention_sums,
-    check_pairs,
-)
+from hcache_backend.krul import pairs as layer_pairs
+from hcache_backend.krul.pairs import PROBE_TOKENS, CodedPair, PairChoice, PairSums
 from hcache_backend.krul.segments import PairedLayout, PairedSegments
+from hcache_backend.metrics import logger
 from hcache_backend.ranks import Refused, Said, Turn, smallest, sum_of_all_ranks
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor
-
-logger = logging.getLogger("hcache")
 
 _KNOWN = 256  # nodes whose sums are kept: 2 MB with 32 layers, 13 MB with 80
 
@@ -58,8 +47,7 @@ class _Node:
 
 @dataclass(eq=False)
 class NodePairs:
-    """Chooses the pairs of nodes. Scheduler thread only; all tensor-parallel ranks must get to each
-    step at one point."""
+    """Chooses the pairs of nodes. Scheduler thread only; all ranks get to each step at one point."""
 
     _recomputer: Recomputer | None  # None after a failure to observe attention, _problem
     _choice: PairChoice
@@ -74,8 +62,7 @@ class NodePairs:
     def ask(self, tree: Any, node_ids: Sequence[int]) -> None:
         """Append the node of SGLang's ``tree`` with these ids; without a tree its pairs are those
         of the start. Raises the exception of the model if there are other ranks: they may wait for
-        this one in the model's own collectives, so the server cannot go on.
-        """
+        this one in the model's own collectives, so the server cannot go on."""
         node, tokens = _Node(self._layout.pairs), None
         self._nodes.append(node)
         if self._recomputer is None or tree is None:
@@ -159,7 +146,7 @@ class NodePairs:
                 return
             try:  # no rank waits for this one any more
                 with torch.inference_mode():
-                    found = attention_sums(asked).table
+                    found = layer_pairs.attention_sums(asked).table
                 sums.copy_(found, non_blocking=True)
             except Exception as error:
                 self._problem = error
@@ -212,9 +199,6 @@ def _tokens(tree: Any, node_id: int) -> _Tokens:
     return _Tokens(ids, tree.collect_full_device_indices(node_id, root), ends, before)
 
 
-logger = logging.getLogger("hcache")
-
-
 class Krul:
     """Pages of K and V, each a rank's own, whose headers say how layers share them. Methods raise
     Refused on every rank if such pages cannot be used."""
@@ -233,13 +217,12 @@ class Krul:
         return PairedSegments(kvcache, layers, page_size, groups, pairs)
 
     def settle(self, kv: Any, layout: Any, slots: torch.Tensor, group: Any) -> PairedLayout:
-        """The layout with default pairs, after a look for pairs that all ranks may merge, which all
-        ranks of ``group`` call. The model has written K and V to ``slots``, int64
-        ``[p * page_size]``."""
+        """The layout with default pairs, after a look for pairs that all ranks may merge; all ranks
+        of ``group`` call it. K and V of the model are in ``slots``, int64 ``[p * page_size]``."""
         option, layers, number = self._option, len(layout.layers), len(layout.pairs)
         every, wanted = [*combinations(range(layers), 2)], option.pairs or ()
         try:  # alike on all ranks
-            check_pairs(layers, wanted)
+            layer_pairs.check_pairs(layers, wanted)
         except ValueError as error:
             raise Refused(str(error)) from None
         if len(wanted) > number:
@@ -259,12 +242,9 @@ class Krul:
         mergeable = frozenset(pair for pair, fits in zip(every, agreed, strict=True) if fits)
         self.choice = PairChoice(layers, number, mergeable, option.ratio, option.gamma)
         settled: PairedLayout = layout.with_pairs(self.choice.coded(wanted))
-        logger.debug(
-            "hcache: %d of %d pairs of layers may be merged; until others are chosen: %s",
-            len(mergeable),
-            len(every),
-            ", ".join(f"{first} and {second} {code}" for first, second, code in settled.pairs),
-        )
+        named = ", ".join(f"{first} and {second} {code}" for first, second, code in settled.pairs)
+        said = "hcache: %d of %d pairs of layers may be merged; until others are chosen: %s"
+        logger.debug(said, len(mergeable), len(every), named)
         return settled
 
     def try_model(
@@ -279,7 +259,7 @@ class Krul:
             try:
                 asked = recomputer.probe(recomputer.layers, ids, slots)
                 with torch.inference_mode():
-                    attention_sums(asked)
+                    layer_pairs.attention_sums(asked)
             except Exception as error:  # a model's own code, with an unusual batch
                 problems.append(error)
 

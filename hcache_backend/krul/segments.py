@@ -1,8 +1,6 @@
 """Pages in which some layers share a slot, two by two (codec ``krul``); each page says which ones.
-
 All pages of a form have as many pairs and one table of segments: slots of the pairs by their first
-layers, then those of the other layers. So one load may mix pages with different pairs.
-"""
+layers, then those of the other layers. So one load may mix pages with different pairs."""
 
 from __future__ import annotations
 
@@ -28,6 +26,8 @@ from hcache_kernels.pages import gather_pages, scatter_pages
 
 _KV = 2  # segments of a slot
 _KNOWN = 1024  # parsed tables of pages that are kept
+# of K and V of a layer that are merged at once; that takes thirty times as much device memory
+_AT_ONCE_BYTES = 4 << 20
 
 
 class Slot(NamedTuple):
@@ -41,10 +41,8 @@ class Slot(NamedTuple):
 @dataclass(frozen=True)
 class PairedLayout(PageLayout):
     """Layout of a page with pairs. ``layers``: storage of an unpaired layer, the same for all.
-
     Pages belong to one rank; shards are never combined, because two could be of two strategies.
-    Raises ValueError if a layer is in two pairs, or a pair has an unknown code.
-    """
+    Raises ValueError if a layer is in two pairs, or a pair has an unknown code."""
 
     slot: tuple[Segment, ...] = field(kw_only=True)  # storage of a pair
     codes: tuple[str, ...] = field(kw_only=True)  # all that may encode pairs
@@ -165,17 +163,11 @@ class PairedLayout(PageLayout):
         return slice(start, start + len(self._entries))
 
 
-# of K and V of a layer that are merged at once; that takes thirty times as much device memory
-_AT_ONCE_BYTES = 4 << 20
-
-
 class PairedSegments(KVSegments):
-    """Copies K and V between the pool and pages whose headers say which layers share a slot.
-
-    Each page has a number of ``pairs``, and is a rank's own. Layers in no pair are stored without
-    loss: by ``exp4`` if it takes their type. Raises UnsupportedRows if there are too few layers, or
-    K and V cannot be merged.
-    """
+    """Copies K and V between the pool and pages whose headers say which layers share a slot. Each
+    page has a number of ``pairs``, and is a rank's own. Layers in no pair are stored without loss:
+    by ``exp4`` if it takes their type. Raises UnsupportedRows if there are too few layers, or K and
+    V cannot be merged."""
 
     by_header = True
     lossless = False
@@ -288,8 +280,7 @@ class PairedSegments(KVSegments):
         return self._slot.stands_for(slot.code, segments[None], units)
 
     def merge_changes(self, slots: torch.Tensor) -> torch.Tensor:
-        """:func:`changes_of_merges` of whole pages in ``slots`` (int64 ``[p * page_size]``, on the
-        device)."""
+        """:func:`changes_of_merges` of pages in ``slots`` (int64 ``[p * page_size]``, on the device)."""
         pages = torch.arange(len(slots) // self.page_size, device=slots.device)
         held = [[plane[slots] for plane in self.planes(layer)] for layer in self.layers]
         units = [self._units.read_units(planes, pages) for planes in held]

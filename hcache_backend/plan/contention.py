@@ -1,8 +1,6 @@
-"""Copies to a GPU during matrix products: the speed of both, for every way to copy.
-
-A copying kernel keeps products off the multiprocessors that it waits on, so a restore slows both.
-More programs fill the bus more, and slow products more.
-"""
+"""Copies to a GPU during matrix products: the speed of both, for every way to copy. A copying
+kernel keeps products off the multiprocessors that it waits on, so a restore slows both. More
+programs fill the bus more, and slow products more."""
 
 from __future__ import annotations
 

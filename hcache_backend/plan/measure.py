@@ -1,10 +1,8 @@
 """Measures a profile on this machine: one layer of the model's shape, random weights; and the
-folders of L3, by the store's own file operations, all folders at once.
-
-Each operation is timed for more and more tokens until one call takes too long; a fixed part and a
-rate are fitted. On a GPU the rates of copies and projections are those beside each other
-(:mod:`hcache_backend.plan.contention`).
-"""
+folders of L3, by the store's own file operations, all folders at once. Each operation is timed for
+more and more tokens until one call takes too long; a fixed part and a rate are fitted. On a GPU the
+rates of copies and projections are those beside each other
+(:mod:`hcache_backend.plan.contention`)."""
 
 from __future__ import annotations
 
@@ -29,13 +27,8 @@ from torch.nn import functional
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import round_up
-from hcache_backend.plan.contention import (
-    PAGE,
-    PRODUCT_TOKENS,
-    Contention,
-    cold_pages,
-    engine_works,
-)
+from hcache_backend.plan import contention
+from hcache_backend.plan.contention import PAGE, Contention, cold_pages, engine_works
 from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.profile import CopyWay, Profile, Rate, processor_name
 from hcache_backend.store import FileOps, best_file_ops
@@ -122,7 +115,7 @@ class Bench:
         model = self.model
         try:
             weight = self._rows(model.kv_width, model.hidden)
-            hidden = self._rows(PRODUCT_TOKENS, model.hidden)
+            hidden = self._rows(contention.PRODUCT_TOKENS, model.hidden)
             row_bytes = model.hidden * self.dtype.itemsize
             product = lambda: functional.linear(hidden, weight)  # noqa: E731
             found = Contention(self.device, row_bytes, product, self.seconds).measure()
@@ -153,9 +146,8 @@ class Bench:
     def _rows(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device, dtype=self.dtype) / shape[-1] ** 0.5
 
-    # ---- transfers: one segment of every page, as a restore copies it ----
-
     def _hidden_copy(self) -> Prepare:
+        # One segment of every page, as a restore copies it.
         def prepare(tokens: int) -> tuple[float, Work]:
             segment = PAGE * self.model.hidden * self.dtype.itemsize
             memory, turns = cold_pages(tokens, segment, self.device)
@@ -188,8 +180,6 @@ class Bench:
             return size, lambda: gather_planes(memory, next(following), 0, pool, places)
 
         return prepare
-
-    # ---- computation ----
 
     def _projection(self) -> Prepare:
         model = self.model
@@ -294,9 +284,6 @@ def measure(
     )
 
 
-# ---- L3 ----
-
-
 class _Probe(NamedTuple):
     fd: int
     pieces: int
@@ -307,11 +294,9 @@ def read_rate(
     config: HCacheConfig, model: ModelShape, seconds: float, ops: FileOps | None = None
 ) -> tuple[Rate, bool]:
     """Write a file beside every folder's pages, then read all of them for ``seconds``. Returns the
-    rate of all together, and whether each was read past the page cache.
-
-    Writing takes at most as long. A read is a page of hidden states, at most 16 MiB. The nearest
-    parent replaces a missing folder. Raises OSError if a folder cannot be used or is too full.
-    """
+    rate of all together, and whether each was read past the page cache. Writing takes at most as
+    long. A read is a page of hidden states, at most 16 MiB. The nearest parent replaces a missing
+    folder. Raises OSError if a folder cannot be used or is too full."""
     ops = ops or best_file_ops(config)
     piece = round_up(min(PAGE * model.layers * model.hidden_bytes, _MOST_PIECE_BYTES))
     with ExitStack() as stack:

@@ -59,8 +59,7 @@ def read_hybrid(path: Path) -> tuple[ModelShape, Sides | None]:
 
 
 def read_dtype(path: Path) -> str:
-    """Value type of the model: ``bfloat16``, ``float16`` or ``float32``; raises
-    ConfigError."""
+    """Value type of the model: ``bfloat16``, ``float16`` or ``float32``; raises ConfigError."""
     return _dtype(_Fields(*_read(path)))
 
 

@@ -1,8 +1,5 @@
-"""The shape of a model for the cost model.
-
-Bytes and FLOPs are per token and layer (a multiply-add is 2 FLOPs, paper section 3.2). Layers that
-differ (dense and expert layers) are averaged.
-"""
+"""The shape of a model for the cost model. Bytes and FLOPs are per token and layer (a multiply-add
+is 2 FLOPs, paper section 3.2). Layers that differ (dense and expert layers) are averaged."""
 
 from __future__ import annotations
 
@@ -137,9 +134,8 @@ def encoded(
     shape: ModelShape, codec: PlannedCodec, dtype: str, *, tp: int = 1, page_size: int = PAGE_TOKENS
 ) -> ModelShape:
     """``shape`` with the bytes that a server stores. Kinds that the codec does not take stay plain.
-
-    ``dtype`` is the type that the model is served in; each of ``tp`` ranks encodes its own heads.
-    """
+    ``dtype`` is the type that the model is served in; each of ``tp`` ranks encodes its own
+    heads."""
     if codec == "auto":
         codec = "exp3" if dtype == "bfloat16" else "none"
     if codec == "none":

@@ -8,18 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from hcache_backend.plan import restore as restores
 from hcache_backend.plan.model_shape import ModelShape, Sides
 from hcache_backend.plan.profile import Profile
-from hcache_backend.plan.restore import (
-    LAYER_METHODS,
-    L3Path,
-    Partition,
-    Restore,
-    Task,
-    describe,
-    simulate,
-    until_there,
-)
+from hcache_backend.plan.restore import L3Path, Partition, Restore, Task, describe, simulate
 
 Resource = Literal["compute", "bus", "l3"]
 RestorePath = Literal["auto", "layerwise"]  # option restore
@@ -147,7 +139,7 @@ class PartitionPlan:
     def at_length(self, tokens: int) -> AtLength:
         used = self._restored(tokens)
         recomputes = self.machine.recomputable and self.tp == 1 and not self.recomputes_front
-        methods = LAYER_METHODS if recomputes else ("hidden", "kv")
+        methods = restores.LAYER_METHODS if recomputes else ("hidden", "kv")
         best = self.machine.fastest(tokens, self.l3, None if self.sides else methods)
         ms, best_ms = (1e3 * self._seconds(each, tokens) for each in (used, best))
         return AtLength(used.recompute, ms, asdict(best), best_ms, self._refuses(tokens))
@@ -269,7 +261,7 @@ class PartitionPlan:
         seconds = self._simulated(partition, tokens, self.l3) + self._unused(partition, tokens)
         if partition.recompute or not self.recomputes_front:
             return seconds
-        return until_there(seconds, self.machine.prefill(tokens, 0))
+        return restores.until_there(seconds, self.machine.prefill(tokens, 0))
 
     def _refuses(self, tokens: int) -> bool:
         """True if a server computes such a hit; it judges as if all stored layers were read."""
@@ -291,11 +283,9 @@ class Conversations(NamedTuple):
 
 @dataclass
 class FleetPlan:
-    """``replicas`` servers of ``plan``, whose ``tokens`` are a history; turns divide evenly.
-
-    Each replica has ``plan.tp`` devices and an L3. Hits that are not refused are read whole,
-    because busy servers have no time to recompute a front. Rates are bytes per second.
-    """
+    """``replicas`` servers of ``plan``, whose ``tokens`` are a history; turns divide evenly. Each
+    replica has ``plan.tp`` devices and an L3. Hits that are not refused are read whole, because
+    busy servers have no time to recompute a front. Rates are bytes per second."""
 
     plan: PartitionPlan
     conversations: Conversations

@@ -1,8 +1,6 @@
-"""The measured, or assumed, speed of a machine.
-
-An operation on one layer takes a fixed part, and bytes (copies) or FLOPs over a rate. So a profile
-also plans other models of about the measured size.
-"""
+"""The measured, or assumed, speed of a machine. An operation on one layer takes a fixed part, and
+bytes (copies) or FLOPs over a rate. So a profile also plans other models of about the measured
+size."""
 
 from __future__ import annotations
 
@@ -62,11 +60,9 @@ class CopyWay(BaseModel):
 
 
 class Profile(BaseModel):
-    """A machine: one device, its bus, and the L3 of the host.
-
-    Copies and projections run at the same time: if ``copies`` were measured, ``hidden_copy``,
-    ``kv_load`` and ``projection`` are rates beside each other.
-    """
+    """A machine: one device, its bus, and the L3 of the host. Copies and projections run at the
+    same time: if ``copies`` were measured, ``hidden_copy``, ``kv_load`` and ``projection`` are
+    rates beside each other."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 

@@ -1,7 +1,5 @@
-"""The partition of a model's store: decided once, and followed by later servers.
-
-Otherwise a restart, or a server on other hardware, would orphan all stored pages.
-"""
+"""The partition of a model's store: decided once, and followed by later servers. Otherwise a
+restart, or a server on other hardware, would orphan all stored pages."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""One attention layer of a model, whatever its architecture, and K and V by its own module.
-
-The module is called on captured hidden states with a :class:`ProjectionBatch` as the engine's
-batch. A hook makes the engine's attention object raise :class:`ProjectionReached` for it, with K
-and V after norms, biases and RoPE. Attention, output projection and collectives do not run.
-"""
+"""One attention layer of a model, whatever its architecture, and K and V by its own module. The
+module is called on captured hidden states with a :class:`ProjectionBatch` as the engine's batch. A
+hook makes the engine's attention object raise :class:`ProjectionReached` for it, with K and V after
+norms, biases and RoPE. Attention, output projection and collectives do not run."""
 
 from __future__ import annotations
 
@@ -53,12 +51,10 @@ def learn_call(
     batch_type: type,
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """Learn from one real call of an attention module which argument is which: ``names`` and
-    ``constants`` of an :class:`AttentionLayer`.
-
-    ``positions`` are those of that forward pass, int ``[tokens]``. A batch is recognised by
-    ``batch_type``, since the engine may copy one on its way to the model. Raises UnknownCall with
-    the name of an argument that depends on the tokens and is none of these.
-    """
+    ``constants`` of an :class:`AttentionLayer`. ``positions`` are those of that forward pass, int
+    ``[tokens]``. A batch is recognised by ``batch_type``, since the engine may copy one on its way
+    to the model. Raises UnknownCall with the name of an argument that depends on the tokens and is
+    none of these."""
     signature = inspect.signature(module.forward)
     flat = dict(signature.bind(*args, **kwargs).arguments)
     for name in list(flat):
@@ -97,12 +93,10 @@ class ProjectionFailed(RuntimeError):
 def project_with_module(
     layer: AttentionLayer, hidden: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of one layer, by the model's own attention module (paper section 3.1).
-
-    ``hidden`` is the input of the QKV projection, ``[n, hidden]``; ``positions`` are int64 ``[n]``.
-    K is ``[n, kv_heads, head_dim]`` and V ``[n, kv_heads, v_head_dim]``, in the model's type.
-    Raises ProjectionFailed if the module ended without reaching attention, or without K and V.
-    """
+    """K and V of one layer, by the model's own attention module (paper section 3.1). ``hidden`` is
+    the input of the QKV projection, ``[n, hidden]``; ``positions`` are int64 ``[n]``. K is ``[n,
+    kv_heads, head_dim]`` and V ``[n, kv_heads, v_head_dim]``, in the model's type. Raises
+    ProjectionFailed if the module ended without reaching attention, or without K and V."""
     given = {"hidden": hidden, "positions": positions, "batch": layer.batch}
     arguments = {name: given[what] for what, name in layer.names.items()}
     try:

@@ -4,8 +4,7 @@ Distances are in units of the last place (ulp) of the larger value. A sum that n
 places of its own: values below the root mean square of their head count in its units.
 
 The order of a sum differs between kernels and batch sizes. K and V are right if they are within
-twice the distance of the model's own at other batch sizes, or of another order of the same sums.
-"""
+twice the distance of the model's own at other batch sizes, or of another order of the same sums."""
 
 from __future__ import annotations
 
@@ -23,11 +22,9 @@ TOLERANCE = {
     torch.float8_e4m3fn: 8e-2,
     torch.float8_e5m2: 1.6e-1,
 }
-"""Largest relative difference (root mean square over one head) that rounding can explain.
-
-Both sides round by about half a unit in the last place; a factor of five or more is left. A wrong
-projection (another RoPE, a missing norm) is off by a tenth or more.
-"""
+"""Largest relative difference (root mean square over one head) that rounding can explain. Both
+sides round by about half a unit in the last place; a factor of five or more is left. A wrong
+projection (another RoPE, a missing norm) is off by a tenth or more."""
 
 CODEC_TOLERANCE = {"none": 0.0, "exp4": 0.0, "int8": 2e-2, "fp8": 6e-2}
 """Added by a codec: twice the largest difference seen in random models of nine architectures (int8

@@ -34,10 +34,8 @@ def planes_of(kvcache: Any, layer: int) -> tuple[torch.Tensor, ...]:
 class PagedPool:
     """Reads and writes K and V of slots in an ``MHATokenToKVPool``, with the scales of a layer.
     Reads the parts of latents without and with RoPE in the places of K and V in an
-    ``MLATokenToKVPool`` (``latent``).
-
-    ``kernel`` is SGLang's attention object of the layer; ``dtype`` is the stored type.
-    """
+    ``MLATokenToKVPool`` (``latent``). ``kernel`` is SGLang's attention object of the layer;
+    ``dtype`` is the stored type."""
 
     def __init__(self, kvcache: Any) -> None:
         self._kvcache = kvcache

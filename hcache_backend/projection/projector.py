@@ -1,9 +1,7 @@
 """K and V of every layer, each in the best way that was proven for it: by its spec, or its module.
-
 A spec is the parts that make one layer's K and V, as found in its attention module. It holds
 modules and the names of their tensors, never tensors: the next projection sees a weight update, or
-a RoPE table that grows.
-"""
+a RoPE table that grows."""
 
 from __future__ import annotations
 
@@ -15,17 +13,8 @@ import torch
 
 from hcache_backend.projection.attention import AttentionLayer, project_with_module
 from hcache_backend.projection.paged_pool import PagedPool
-from hcache_kernels.project_kv import (
-    KeyNorm,
-    KVProjection,
-    ProjectionCall,
-    Rotary,
-    Rounding,
-    Way,
-    compute_kv,
-    finish_keys,
-    project_kv,
-)
+from hcache_kernels import project_kv as kernels
+from hcache_kernels.project_kv import KeyNorm, KVProjection, Rotary, Rounding, Way
 
 COS_SIN = "cos_sin_cache"  # SGLang's (and vLLM's) name of a RoPE's table of cosines and sines
 
@@ -92,12 +81,10 @@ class RotaryTable:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Makes K and V of one layer without its attention module (paper section 3.1).
-
-    ``fused``: the kernels can do it all. They want rows of K and then of V in one float weight.
-    Rows in another order would have to be copied, and a quantised weight is its module's own
-    affair; so the linear module is called then.
-    """
+    """Makes K and V of one layer without its attention module (paper section 3.1). ``fused``: the
+    kernels can do it all. They want rows of K and then of V in one float weight. Rows in another
+    order would have to be copied, and a quantised weight is its module's own affair; so the linear
+    module is called then."""
 
     k: Columns  # before norm and RoPE
     v: Columns
@@ -127,10 +114,10 @@ class LayerSpec:
         """K and V (``[n, kv_heads, head_dim]``) of hidden states (``[n, hidden]``), in their type.
         Positions are int64 ``[n]``."""
         if self.fused:
-            return compute_kv(hidden, positions, self.projection())
+            return kernels.compute_kv(hidden, positions, self.projection())
         output = linear_output(self.k.linear(hidden))
         k = self.k.pick(output)
-        k = finish_keys(k, positions, self.key_norm(), self.key_rotary(), self.rounding)
+        k = kernels.finish_keys(k, positions, self.key_norm(), self.key_rotary(), self.rounding)
         if self.v.linear is not self.k.linear:
             output = linear_output(self.v.linear(hidden))
         return k, self.v.pick(output)
@@ -210,6 +197,7 @@ class Projector:
         for a fused spec; None: the fastest ones for ``n``."""
         spec, pool = self.specs[layer.index], self.pool.of_layer(layer)
         if spec is not None and spec.fused and pool is not None:
-            project_kv(ProjectionCall(hidden, positions, slots, spec.projection(), pool), way)
+            rows = hidden, positions, slots
+            kernels.project_kv(kernels.ProjectionCall(*rows, spec.projection(), pool), way)
         else:
             self.pool.store(layer.kernel, slots, *self.project(layer, hidden, positions))

@@ -7,8 +7,7 @@ kernels. The best guess must prove itself by numbers, on all evidence.
 
 The module is asked about more than the probe shows: large positions (a RoPE that is no plain
 look-up), loud hidden states (clamps, saturation), quiet ones (biases, epsilons). Other batch sizes
-show other orders of sums: a spec may be as far off as these explain, and no further.
-"""
+show other orders of sums: a spec may be as far off as these explain, and no further."""
 
 from __future__ import annotations
 
@@ -20,26 +19,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from hcache_backend.projection import exactness, projector
 from hcache_backend.projection.attention import AttentionLayer, project_with_module
-from hcache_backend.projection.exactness import (
-    Bound,
-    KVExactness,
-    kv_exactness,
-    relative_difference,
-    together,
-    tolerance,
-    worst,
-)
-from hcache_backend.projection.projector import (
-    COS_SIN,
-    Columns,
-    LayerSpec,
-    NormModule,
-    RotaryTable,
-    epsilon_of,
-    linear_output,
-    vector,
-)
+from hcache_backend.projection.exactness import Bound, KVExactness, kv_exactness
+from hcache_backend.projection.projector import Columns, LayerSpec, NormModule, RotaryTable
 from hcache_kernels.project_kv import KeyNorm, Rotary, Rounding, check_projection, finish_keys
 
 _LOUD = 4096.0  # largest number of K and V from loud hidden states
@@ -105,7 +88,7 @@ def gather_evidence(
         k, v = zip(*(project_with_module(layer, *rows) for rows in batches), strict=True)
         again.append((torch.cat(k), torch.cat(v)))
     first = (probe.k, probe.v)
-    return Evidence(samples, worst(kv_exactness(kv, first, hidden.dtype) for kv in again))
+    return Evidence(samples, exactness.worst(kv_exactness(kv, first, hidden.dtype) for kv in again))
 
 
 def dependence(layer: AttentionLayer, evidence: Evidence) -> str | None:
@@ -113,7 +96,7 @@ def dependence(layer: AttentionLayer, evidence: Evidence) -> str | None:
     such a layer can be restored: it does not say which tokens stood beside its own."""
     probe, far = evidence.samples[:2]
     n = len(probe.hidden)
-    if relative_difference(far.k[:n], probe.k) <= tolerance(probe.hidden.dtype):
+    if exactness.relative_difference(far.k[:n], probe.k) <= exactness.tolerance(probe.hidden.dtype):
         return None
     return (
         f"K of {layer.name} at positions 0..{n - 1} changes when position "
@@ -133,7 +116,7 @@ def _difference(spec: LayerSpec, samples: list[Sample]) -> tuple[float, str]:
             return float("inf"), f"K and V of {sample.what} ({type(error).__name__}: {error})"
         for name, got, want in zip("KV", made, (sample.k, sample.v), strict=True):
             groups = zip(got.split(n), want.split(n), strict=True)
-            found = max(relative_difference(a.float(), b.float()) for a, b in groups)
+            found = max(exactness.relative_difference(a.float(), b.float()) for a, b in groups)
             if found > largest:
                 largest, where = found, f"{name} of {sample.what}"
     return largest, where
@@ -150,12 +133,12 @@ def _difference_problem(difference: tuple[float, str], samples: list[Sample]) ->
 
 def _allowed(dtype: torch.dtype) -> float:
     """Half of the tolerance of a layer in the pool: both sides round at the same places."""
-    return tolerance(dtype) / 2
+    return exactness.tolerance(dtype) / 2
 
 
 @torch.no_grad()
 def spec_exactness(spec: LayerSpec, samples: list[Sample]) -> KVExactness:
-    return together(
+    return exactness.together(
         kv_exactness(
             spec.compute(sample.hidden, sample.positions), (sample.k, sample.v), sample.k.dtype
         )
@@ -184,7 +167,7 @@ def _places(limit: int) -> torch.Tensor:
 
 def _table_lengths(layer: AttentionLayer) -> list[int]:
     """Rows of the RoPE tables in sight: the module may not be asked beyond them."""
-    tables = (getattr(module, COS_SIN, None) for module in layer.module.modules())
+    tables = (getattr(module, projector.COS_SIN, None) for module in layer.module.modules())
     return [len(table) for table in tables if isinstance(table, torch.Tensor)]
 
 
@@ -264,7 +247,7 @@ def _watch(layer: AttentionLayer, probe: Sample, head_dim: int) -> list[_Fed]:
 
     def on_output(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         given = args[0] if args else next(iter(kwargs.values()), None)
-        output = linear_output(result)
+        output = projector.linear_output(result)
         if (
             isinstance(given, torch.Tensor)
             and isinstance(output, torch.Tensor)
@@ -354,9 +337,9 @@ def _norms(layer: AttentionLayer, probe: Sample) -> Iterator[NormModule | None]:
     yield None
     heads, dim = probe.k.shape[1:]
     for module in layer.module.modules():
-        if epsilon_of(module) is None:
+        if projector.epsilon_of(module) is None:
             continue
-        weight = vector(module, "weight")
+        weight = projector.vector(module, "weight")
         size = dim if weight is None else len(weight)
         for kind, offset in product(_NORM_KINDS, (0,) if weight is None else (0, 1)):
             if size in (dim, heads * dim):
@@ -371,7 +354,7 @@ def _rotaries(layer: AttentionLayer, head_dim: int) -> list[RotaryTable | None]:
     owners = {id(owner): owner for owner in [*layer.module.modules(), *held]}
     tables: list[RotaryTable | None] = [None]
     for owner in owners.values():
-        table = getattr(owner, COS_SIN, None)
+        table = getattr(owner, projector.COS_SIN, None)
         if isinstance(table, torch.Tensor) and table.dim() == 2 and table.shape[1] <= head_dim:
             tables += [RotaryTable(owner, "neox"), RotaryTable(owner, "interleaved")]
     return tables
@@ -381,7 +364,7 @@ def _with_its_rounding(spec: LayerSpec, sample: Sample) -> LayerSpec:
     """``spec`` with the first rounding that gives the most equal numbers of K."""
     norms = _NORM_ROUNDINGS if spec.norm is not None else _NORM_ROUNDINGS[:1]
     ropes = _ROPE_ROUNDINGS if spec.rotary is not None else _ROPE_ROUNDINGS[:1]
-    made = spec.k.pick(linear_output(spec.k.linear(sample.hidden)))
+    made = spec.k.pick(projector.linear_output(spec.k.linear(sample.hidden)))
     unequal: dict[Rounding, int] = {}
     for norm, rope in product(norms, ropes):
         rounding = Rounding(**norm, **rope)

@@ -4,8 +4,7 @@ Collectives must begin in the same order on every rank. Two communicators must n
 device, because each could wait for room that the other holds. So the exchange has its own process
 group, and :class:`CollectiveOrder` keeps it and recomputation apart from forward passes. On a CPU
 collectives block the scheduler thread before the rest of a restore begins: a rank whose restore
-fails has taken part.
-"""
+fails has taken part."""
 
 from __future__ import annotations
 
@@ -42,10 +41,8 @@ class Exchange:
     if the device is the CPU."""
 
     def __init__(self, number: int, cpu_group: Any, device_group: Any = None) -> None:
-        self.number = number
-        self.shards = dist.get_world_size(group=cpu_group)
-        self._cpu_group = cpu_group
-        self._device_group = device_group
+        self.number, self.shards = number, dist.get_world_size(group=cpu_group)
+        self._cpu_group, self._device_group = cpu_group, device_group
 
     @classmethod
     def between(cls, ranks: Sequence[int], device: torch.device | str) -> Exchange:

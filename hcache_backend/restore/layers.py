@@ -51,9 +51,6 @@ class Recompute(NamedTuple):
     stream: Stream
 
 
-# ---- parts of a restore ----
-
-
 MOST_LAUNCHES = 4  # copies of K and V of a restore: a forward pass waits for a group, not for all
 
 
@@ -84,13 +81,11 @@ def parts_of(
     pieces: int,
     launches: int = MOST_LAUNCHES,
 ) -> Iterator[Part]:
-    """The parts of a restore, in the order in which they are copied.
-
-    ``layers`` are the loaded ones by number, ascending. ``ids`` are physical pages, int64 ``[p]``,
-    by method, and ``"header"`` for copies that read headers. ``shared``: ``rows`` in the order in
-    which hidden states arrive, at most ``chunk_pages`` a part. The first layer has ``pieces``, if
-    it has enough tokens. K and V have at most ``launches`` parts, or one for each group of layers.
-    """
+    """The parts of a restore, in the order in which they are copied. ``layers`` are the loaded ones
+    by number, ascending. ``ids`` are physical pages, int64 ``[p]``, by method, and ``"header"`` for
+    copies that read headers. ``shared``: ``rows`` in the order in which hidden states arrive, at
+    most ``chunk_pages`` a part. The first layer has ``pieces``, if it has enough tokens. K and V
+    have at most ``launches`` parts, or one for each group of layers."""
     pages, first = len(ids["kv"]), next(iter(layers), 0)
     size = len(rows.slots) // max(1, pages)
     for group in _groups(layers, launches):

@@ -25,15 +25,9 @@ import torch
 
 from hcache_backend.format.page import PageLayout
 from hcache_backend.plan.restore import FIRST_PIECES
+from hcache_backend.restore import layers
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
-from hcache_backend.restore.layers import (
-    MOST_LAUNCHES,
-    Part,
-    Recompute,
-    RestoredLayer,
-    TokenRows,
-    parts_of,
-)
+from hcache_backend.restore.layers import Part, Recompute, RestoredLayer, TokenRows
 from hcache_backend.restore.report import RestoreReport, RunningRestore
 from hcache_backend.restore.ring import Ring, largest_segment, ring_bytes
 from hcache_backend.streams import Event, current_stream, held_for_device, host_tensor, new_stream
@@ -80,13 +74,11 @@ class RestorePipeline:
         ahead: bool = False,
     ) -> RunningRestore:
         """Launch the restore of whole pages behind the current stream's work of this moment.
-
         ``pages`` (physical; none if all is recomputed) must not change until all layers are done.
         ``slots`` of their tokens are on the device. Without ``recompute``, layers before
         ``first_layer`` are restored elsewhere. ``ahead``: the slots are not read before
         :meth:`adopted`. If a recomputation raises, the result has it in ``failed``. Raises
-        ValueError if a layer is neither stored nor recomputed.
-        """
+        ValueError if a layer is neither stored nor recomputed."""
         first = recompute.layers if recompute else first_layer
         loaded = range(first, len(self._layers))
         if any(self._layers[index].method == "recompute" for index in loaded):
@@ -104,9 +96,10 @@ class RestorePipeline:
         hidden = held_pages if copies_by_engine() else page_ids
         ids = {"kv": page_ids, "hidden": hidden, "header": held_pages}
         pieces = FIRST_PIECES if recompute is None and self.exchange is None else 1
-        launches = 1 if ahead else MOST_LAUNCHES  # no forward pass waits for these
-        chosen = {index: self._layers[index] for index in range(first, len(self._layers))}
-        parts = deque(parts_of(chosen, ids, rows, shared, self._chunk_pages, pieces, launches))
+        launches = 1 if ahead else layers.MOST_LAUNCHES  # no forward pass waits for these
+        chosen = {index: self._layers[index] for index in loaded}
+        how = self._chunk_pages, pieces, launches
+        parts = deque(layers.parts_of(chosen, ids, rows, shared, *how))
         bring = self._exchanged(parts, held_pages) if self.exchange else self._bring_own
         behind = current_stream(device).record()
         self._copy.wait(behind)
@@ -221,8 +214,6 @@ class RestorePipeline:
         restore.layers += [done] * len(layers)
         return done
 
-    # ---- shards ----
-
     def _exchanged(self, parts: Sequence[Part], pages: torch.Tensor) -> _Bring:
         """A function that brings hidden parts by exchange. ``pages``: physical, on the CPU."""
         exchange = self.exchange
@@ -273,8 +264,6 @@ class RestorePipeline:
             by_shard = chunk.view(-1, shards, size // shards).transpose(0, 1)
             target[start : start + len(chunk)] = by_shard.reshape(-1)
 
-    # ---- parts ----
-
     def _bring_own(self, part: Part, out: torch.Tensor) -> None:
         offset = self._layout.segment_offsets[part.layers.start]
         rows = out.view(len(part.page_ids), -1)
@@ -289,14 +278,12 @@ class RestorePipeline:
             length = self._layout.segment_bytes[first] * shards
             place = self._ring.next(self._copy)
             buffer = place[: len(part.page_ids) * length].view(-1, length)
-
-        def copy() -> None:
-            if buffer is not None:
-                bring(part, buffer)
-                return
-            assert layer.copy is not None
+            copy = partial(bring, part, buffer)
+        else:
             offsets = self._layout.segment_offsets[first : part.layers.stop]
-            layer.copy(part.layers, self._memory, part.page_ids, offsets, part.slots)
+            copy = partial(
+                layer.copy, part.layers, self._memory, part.page_ids, offsets, part.slots
+            )
 
         start = self._copy.record(timed=True)
         self._copy.run(copy)

@@ -1,10 +1,8 @@
-"""Recomputation of the first layers of a restore (paper section 4.1), for any model.
-
-The model's own forward pass runs over the restored tokens with the engine's own attention: what
-computed K and V before computes them again. It ends at the last wanted layer, once K and V of that
-layer are written. One pass takes consecutive tokens of one sequence. Queries attend to rows of the
-pool: the prefix on the device, and the restored tokens themselves.
-"""
+"""Recomputation of the first layers of a restore (paper section 4.1), for any model. The model's
+own forward pass runs over the restored tokens with the engine's own attention: what computed K and
+V before computes them again. It ends at the last wanted layer, once K and V of that layer are
+written. One pass takes consecutive tokens of one sequence. Queries attend to rows of the pool: the
+prefix on the device, and the restored tokens themselves."""
 
 from __future__ import annotations
 
@@ -66,12 +64,10 @@ class RecomputePass:
     def attend(
         self, kernel: Any, q: torch.Tensor, k: Any, v: Any, store: bool, engine: Engine
     ) -> torch.Tensor:
-        """Let the engine attend and, if ``store``, store K and V, or end the pass.
-
-        ``kernel`` is the engine's attention object. ``q``, ``k``, ``v`` and the result are ``[n,
-        heads * dim]``; ``k`` and ``v`` are None if a layer uses those of another one. Raises
-        _LayersDone at the last wanted layer, or RecomputeRefused if that has no K and V of its own.
-        """
+        """Let the engine attend and, if ``store``, store K and V, or end the pass. ``kernel`` is
+        the engine's attention object. ``q``, ``k``, ``v`` and the result are ``[n, heads * dim]``;
+        ``k`` and ``v`` are None if a layer uses those of another one. Raises _LayersDone at the
+        last wanted layer, or RecomputeRefused if that has no K and V of its own."""
         if kernel.layer_id < self._last_layer:
             return engine(store)
         if k is None or v is None:
@@ -177,11 +173,10 @@ class Recomputer:
         self, layers: int, token_ids: np.ndarray, keys: torch.Tensor
     ) -> Sequence[ProbedLayer]:
         """Ask the last tokens of a sequence again in ``layers`` layers; the pool stays as it is.
-
         ``token_ids`` are the last tokens, int64 ``[t]``; ``keys`` the slots of all, int64 ``[n]``,
         on the device. The result reads K there: use it on the same stream, while K is there. The
-        model takes part in no collective behind the last layer's attention. Raises as :meth:`run`.
-        """
+        model takes part in no collective behind the last layer's attention. Raises as
+        :meth:`run`."""
         device, first = keys.device, len(keys) - len(token_ids)
         nowhere = torch.zeros(len(token_ids), dtype=torch.int64, device=device)  # SGLang's padding
         positions = torch.arange(first, len(keys), device=device)
