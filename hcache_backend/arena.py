@@ -173,7 +173,7 @@ class Arena:
     def allocated(self, slots: Ids) -> None:
         """``slots`` were allocated: their rows are void."""
         self._leave_home(slots // self.layout.page_size)
-        self._void(slots)
+        self._refill(slots)
         self._lost[slots] = False
 
     def not_captured(self, slots: Ids) -> None:
@@ -197,8 +197,7 @@ class Arena:
         return self._clock
 
     def prove(self, slots: Ids, ticket: int, verdicts: npt.NDArray[np.uint8]) -> tuple[int, int]:
-        """Apply a step's verdicts; returns how many rows of slots that still belong to it are
-        missing, and do not fit the codec."""
+        """Apply a step's verdicts; returns how many rows of its slots are missing, and unfit."""
         due = (self._generation[slots] == ticket) & (self._rows[slots] == _RowState.PROMISED)
         written = verdicts == Verdict.WRITTEN
         if np.count_nonzero(written) == len(written):
@@ -209,7 +208,7 @@ class Arena:
         missing = slots[due & (verdicts == Verdict.MISSING)]
         unfit = slots[due & (verdicts == Verdict.UNFIT)]
         lost = missing if self.keeps_unfit else np.concatenate((missing, unfit))
-        self._void(lost)
+        self._refill(lost)
         self._lost[lost] = True
         self._rows[unfit] = _RowState.UNFIT
         self._finish_unproven()
@@ -256,11 +255,11 @@ class Arena:
 
     def _begin_headers(self, physical: Ids, *tokens: npt.NDArray[Any]) -> None:
         """``tokens``: positions and ids, [n * page_size] each."""
-        size, layout = self.layout.page_size, self.layout
+        layout = self.layout
         self.host_access(physical, write=True, header=True)
         self.memory[physical, : layout.header_bytes] = self._blank_header
         for field, values in zip((layout.positions, layout.token_ids), tokens, strict=False):
-            field(self.memory)[physical] = values.reshape(-1, size)
+            field(self.memory)[physical] = values.reshape(-1, layout.page_size)
 
     def whole(self, host_pages: Ids) -> bool | None:
         """True if all rows of ``host_pages`` are there; None if that is not known yet."""
@@ -278,10 +277,9 @@ class Arena:
         """The tokens come recomputed to ``host_pages``; :meth:`arrived` gets this array then."""
         self.complete(host_pages)
         self.wait_for(host_pages)
-        if not len(self._shadow):
-            return  # headers come when pages go to L3
-        self._begin_headers(self._host[host_pages], positions, token_ids)
-        self._recomputed.update(host_pages.tolist())
+        if len(self._shadow):  # otherwise headers come when pages go to L3
+            self._begin_headers(self._host[host_pages], positions, token_ids)
+            self._recomputed.update(host_pages.tolist())
 
     def loaded(self, slots: Ids, host_pages: Ids) -> None:
         """``slots`` were allocated for the tokens of ``host_pages``; a lost page has none."""
@@ -325,8 +323,7 @@ class Arena:
         back = linked[self._kept(rows)]
         pages = self._tenant[back]
         self._host[back], self._shadow[pages] = self._shadow[pages], self._host[back]
-        self._home[pages] = -1
-        self._tenant[back] = -1
+        self._home[pages] = self._tenant[back] = -1
         self._move_out(host_pages)
         return ShadowChanges(pages, self._shadow[pages])
 
@@ -337,13 +334,11 @@ class Arena:
 
     def clear(self) -> None:
         """Every host page and every slot was freed."""
-        self._void(slice(None))
+        self._refill(slice(None))
         self._lost[:] = False
-        self._tenant[:] = -1
-        self._home[:] = -1
-        self._unproven.clear()
-        self._pending.clear()
-        self._recomputed.clear()
+        self._tenant[:] = self._home[:] = -1
+        for pages in (self._unproven, self._pending, self._recomputed):
+            pages.clear()
 
     def _move_in(self, host_pages: Ids, device_pages: Ids) -> None:
         self._move_out(host_pages)
@@ -352,18 +347,14 @@ class Arena:
 
     def _move_out(self, host_pages: Ids) -> None:
         """Cut the links: rows that were in these host pages are in no shadow, so they are void."""
-        tenants = self._tenant[host_pages]
+        tenants, size = self._tenant[host_pages], self.layout.page_size
         tenants = tenants[tenants >= 0]
-        size = self.layout.page_size
-        self._void((tenants[:, None] * size + np.arange(size)).ravel())
+        self._refill((tenants[:, None] * size + np.arange(size)).ravel())
         self._home[tenants] = -1
         self._tenant[host_pages] = -1
         self._unproven.difference_update(host_pages.tolist())
 
-    def _void(self, slots: Ids | slice) -> None:
-        self._refill(slots, _RowState.VOID)
-
-    def _refill(self, slots: Ids | slice, state: int) -> None:
+    def _refill(self, slots: Ids | slice, state: int = _RowState.VOID) -> None:
         """``slots`` get other rows; a proof that is still on its way does not count for them."""
         self._clock += 1
         self._generation[slots] = self._clock

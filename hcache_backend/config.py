@@ -41,9 +41,8 @@ class ConfigError(ValueError):
 
 def default_dirs() -> tuple[Path, ...]:
     """One folder under ``$XDG_CACHE_HOME``, otherwise under ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    root = Path(base) if base else Path.home() / ".cache"
-    return (root / "hcache-backend" / "pages",)
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return (Path(root) / "hcache-backend" / "pages",)
 
 
 def _bytes(value: object) -> object:
@@ -121,7 +120,7 @@ class KrulOption(_Table):
         return value
 
 
-_TABLES: dict[str, type[BaseModel]] = {
+_TABLES: dict[str, type[_Table]] = {
     "partition": PartitionOption,
     "krul": KrulOption,
     "shared": SharedOption,
@@ -206,10 +205,8 @@ def parse_config(
     options: object, source: str, inherited: HCacheConfig | None = None
 ) -> HCacheConfig:
     """Build the configuration from the table ``options``; a ConfigError has all wrong options.
-    ``source``: origin of the table, for messages. ``inherited``: options that replace the defaults.
-    """
-    if options is None:
-        options = {}
+    ``source``: origin of the table, for messages. ``inherited`` options replace the defaults."""
+    options = {} if options is None else options
     if not isinstance(options, Mapping):
         raise ConfigError(
             f'{source}: must be a table of options, such as {{"dirs": ["/mnt/ssd0/hcache"]}}, '
@@ -219,8 +216,7 @@ def parse_config(
         known = inherited.model_dump(exclude_unset=True) if inherited is not None else {}
         return HCacheConfig.model_validate({**known, **options})
     except ValidationError as error:
-        lines = [_explain(detail, source) for detail in error.errors()]
-        raise ConfigError("; ".join(lines)) from None
+        raise ConfigError("; ".join(_explain(one, source) for one in error.errors())) from None
 
 
 def check_extra_config(extra: Mapping[str, Any]) -> None:

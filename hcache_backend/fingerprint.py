@@ -36,10 +36,8 @@ def digest_tensors(
 ) -> list[TensorDigest]:
     """Digests of ``tensors``, by name; ``by_column`` names those whose last dimension ranks divide.
     Sums run on the tensors' device: a 14 GB model costs one read of its memory and no transfer."""
-    return [
-        _digest(name, tensor, name in by_column)
-        for name, tensor in sorted(tensors, key=lambda item: item[0])
-    ]
+    by_name = sorted(tensors, key=lambda item: item[0])
+    return [_digest(name, tensor, name in by_column) for name, tensor in by_name]
 
 
 def fingerprint(ranks: Sequence[Sequence[TensorDigest]]) -> bytes:
@@ -94,10 +92,8 @@ def _digest(name: str, tensor: torch.Tensor, by_column: bool) -> TensorDigest:
         exact += int((sums * (place * _MIX_B | 1)).sum())
         rows += int(sums.sum())
         start += len(sums)
-    wrap = 1 << 64
-    return TensorDigest(
-        name, str(tensor.dtype), tuple(tensor.shape), row, exact % wrap, rows % wrap
-    )
+    digests = exact % (1 << 64), rows % (1 << 64)
+    return TensorDigest(name, str(tensor.dtype), tuple(tensor.shape), row, *digests)
 
 
 def _chunks(tensor: torch.Tensor, by_column: bool) -> Iterator[torch.Tensor]:

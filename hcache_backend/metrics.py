@@ -35,8 +35,7 @@ ALL: list[Metric] = []
 class Metric:
     """One metric, registered at its first use, after SGLang has named the folder for it. Metrics
     are in files, which can fail: that never raises. ``name`` is without the ending of counters;
-    ``events`` is a regular expression whose group is the label's value; ``options`` are those of
-    the metric's class."""
+    ``events`` is a regular expression whose group is the label's value; ``options`` of ``kind``."""
 
     def __init__(
         self, kind: Any, name: str, text: str, *labels: str, events: str = "(.+)", **options: Any
@@ -241,13 +240,8 @@ CODEC = _gauge("hcache_codec_info", _CODEC, "asked", "used")
 
 # codec: merged or fp8; with codec krul only
 PAIRS = _counter("hcache_pairs", "Pairs of layers in nodes that were backed up", "codec")
-PAIR_DISTANCES = _histogram(
-    "hcache_pair_distance",
-    "Distance of the attention of the layers of each pair that was chosen for a node",
-    "codec",
-    (1, 2, 5),
-    range(-3, 1),
-)
+_DISTANCE = "Distance of the attention of the layers of each pair that was chosen for a node"
+PAIR_DISTANCES = _histogram("hcache_pair_distance", _DISTANCE, "codec", (1, 2, 5), range(-3, 1))
 
 # silent: it failed, or did not answer in time, when it was asked last
 _SHARED = "1 for the shared L3 and its state (answers, silent)"
@@ -264,19 +258,15 @@ SHARED_PAGES = Events(
 )
 
 # result: whole, shorter, put_off_running, put_off_waiting; see prefetch/slices.py
-SLICES = _counter(
-    "hcache_slices", "Turns of the scheduler in which first layers could be recomputed", "result"
-)
+_SLICES = "Turns of the scheduler in which first layers could be recomputed"
+SLICES = _counter("hcache_slices", _SLICES, "result")
 
 # operation: l3_read, shared_read (of the shared L3), load (host memory to the KV pool, as far as a
 # batch waits for it) and prefill; of several ranks the slowest counts
+_RATES = "Rate of an operation on 4,096 tokens, as decisions about L3 hits expect it"
+_LABELS = "operation", "backend"
 RATES = Metric(
-    Gauge,
-    "hcache_expected_tokens_per_second",
-    "Rate of an operation on 4,096 tokens, as decisions about L3 hits expect it",
-    "operation",
-    "backend",
-    multiprocess_mode="livemin",
+    Gauge, "hcache_expected_tokens_per_second", _RATES, *_LABELS, multiprocess_mode="livemin"
 )
 
 # tables of counts, by their names in ``hcache top --json``
@@ -326,7 +316,5 @@ class StoreCounters:
         """Pass on all counts since the last call. Any thread."""
         with self._lock:
             counts = self._stats.snapshot()
-            for what, count in counts.items():
-                if count > self._published[what]:
-                    STORE.count(what, count - self._published[what])
+            STORE.add(**{what: count - self._published[what] for what, count in counts.items()})
             self._published = counts

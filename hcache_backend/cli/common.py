@@ -74,8 +74,8 @@ def served_model(path: Path, tp: int = 1) -> tuple[ModelShape, Sides | None, str
     if shape.heads % tp:
         raise Failure(f"--tp {tp}: must divide the model's {shape.heads} attention heads")
     if not shape.latent and shape.kv_heads % tp and tp % shape.kv_heads:
-        heads = shape.kv_heads
-        raise Failure(f"--tp {tp}: must divide the model's {heads} KV heads, or be a multiple")
+        known = f"the model's {shape.kv_heads} KV heads"
+        raise Failure(f"--tp {tp}: must divide {known}, or be a multiple")
     return shape, sides, dtype
 
 
@@ -161,7 +161,6 @@ def cell(key: str, value: Any) -> str:
 
 
 def human_bytes(count: float) -> str:
-    """A number of bytes as people read it."""
     return ByteSize(count).human_readable(separator=" ")
 
 

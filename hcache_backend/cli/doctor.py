@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -107,8 +106,8 @@ def _check_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
     for _, record in records(path):
         yield _partition(record, [one for one in profiles if one.model == record.shape])
     for profile in profiles:
-        ways = [way.describe() for way in profile.copies]
-        copies = ways[0] if ways else "measured alone, not during matrix products"
+        alone = "measured alone, not during matrix products"
+        copies = profile.copies[0].describe() if profile.copies else alone
         yield Check(f"copies to {profile.device}", "good", copies)
 
 
@@ -207,5 +206,5 @@ def config(
         checked = options.parse_config(table, kind)
     found = checked.model_dump(mode="json", exclude_unset=True)
     lines = [f"{file}: no errors", *(f"  {name} = {value!r}" for name, value in found.items())]
-    show = partial(common.say, *lines, markup=False)
-    common.output({"kind": kind, "options": found}, as_json, lambda _: show())
+    said = {"kind": kind, "options": found}
+    common.output(said, as_json, lambda _: common.say(*lines, markup=False))

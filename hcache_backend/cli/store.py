@@ -69,12 +69,11 @@ def _folder_stats(path: Path) -> dict[str, Any]:
 
 
 def _show_stats(config: HCacheConfig, found: dict[str, Any]) -> None:
-    folders = found["folders"]
     keys = "pages# bytes# free_bytes# direct_io index_complete folder"
-    screen.print(listing("Folders", keys, folders))
+    screen.print(listing("Folders", keys, found["folders"]))
     spaces = [
         {**space, "namespace": name, "folder": folder["folder"]}
-        for folder in folders
+        for folder in found["folders"]
         for name, space in folder["namespaces"].items()
     ]
     if spaces:
@@ -109,8 +108,8 @@ def ls(
             )
     reports = ((str(path), read_report(path)) for path in config.dirs)
     servers = {path: report.model_dump(mode="json") for path, report in reports if report}
-    found = {"pages": rows, "last_servers": servers}
-    output(found, as_json, partial(_show_pages, config, limit))
+    show = partial(_show_pages, config, limit)
+    output({"pages": rows, "last_servers": servers}, as_json, show)
 
 
 def _show_pages(config: HCacheConfig, limit: int, found: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ class _Node:
 
 @dataclass(eq=False)
 class NodePairs:
-    """Chooses the pairs of nodes. Scheduler thread only; all ranks get to each step at one point."""
+    """Chooses the pairs of nodes. Scheduler thread only; all ranks get to a step at one point."""
 
     _recomputer: Recomputer | None  # None after a failure to observe attention, _problem
     _choice: PairChoice

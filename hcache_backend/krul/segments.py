@@ -280,7 +280,7 @@ class PairedSegments(KVSegments):
         return self._slot.stands_for(slot.code, segments[None], units)
 
     def merge_changes(self, slots: torch.Tensor) -> torch.Tensor:
-        """:func:`changes_of_merges` of pages in ``slots`` (int64 ``[p * page_size]``, on the device)."""
+        """:func:`changes_of_merges` of pages in ``slots``, int64 ``[p * page_size]`` (device)."""
         pages = torch.arange(len(slots) // self.page_size, device=slots.device)
         held = [[plane[slots] for plane in self.planes(layer)] for layer in self.layers]
         units = [self._units.read_units(planes, pages) for planes in held]

@@ -77,8 +77,7 @@ def fastest_first(
 def cold_pages(
     tokens: int, segment: int, device: torch.device
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Host pages of two segments each (bytes), and sets of page ids to copy in turn, so that no
-    page is in the processor's cache."""
+    """Host pages of two segments each (bytes), and sets of page ids, so that no page is cached."""
     pages = tokens // PAGE
     sets = 1 + _COLD_BYTES // (pages * segment)
     memory = host_tensor((sets * pages, 2 * segment), torch.uint8, device).zero_()
@@ -189,10 +188,8 @@ def engine_works(device: torch.device) -> bool:
 
 def in_turn(loops: Sequence[tuple[Stream, Work, int]]) -> Iterator[tuple[Stream, Work]]:
     """Work of all loops, interleaved so that all progress evenly."""
-    turns = [
-        ((number + 1) / times, index) for index, (_, _, times) in enumerate(loops)
-        for number in range(times)
-    ]  # fmt: skip
+    every = enumerate(times for *_, times in loops)
+    turns = [((n + 1) / times, index) for index, times in every for n in range(times)]
     for _, index in sorted(turns):
         stream, work, _ = loops[index]
         yield stream, work

@@ -77,21 +77,19 @@ def fit(points: Sequence[Point]) -> Rate:
 
 @dataclass(frozen=True)
 class Bench:
-    """Times the operations of one layer. ``seconds`` bounds all sizes of one operation; ``engine``:
-    the copy engine copies hidden states."""
+    """Times the operations of one layer. ``seconds`` bounds all sizes of one operation."""
 
     model: ModelShape
     device: torch.device
     dtype: torch.dtype
     seconds: float = 2.0
-    engine: bool = False
+    engine: bool = False  # the copy engine copies hidden states
 
     @torch.no_grad()
     def points(self, operation: str) -> list[Point]:
         """Measure one of :data:`OPERATIONS`; OutOfMemoryError if the smallest sizes do not fit."""
         prepare: Prepare = getattr(self, f"_{operation}")()
-        found: list[Point] = []
-        start = time.perf_counter()
+        found, start = list[Point](), time.perf_counter()
         for tokens in _SIZES:
             try:
                 amount, work = prepare(tokens)
@@ -129,8 +127,7 @@ class Bench:
     def _time(self, work: Work, share: float) -> float:
         """Seconds of the fastest call: other load of the machine only adds to it."""
         work()
-        times: list[float] = []
-        until = time.perf_counter() + share
+        times, until = list[float](), time.perf_counter() + share
         while len(times) < _LEAST_RUNS or (len(times) < _MOST_RUNS and time.perf_counter() < until):
             self._wait()
             start = time.perf_counter()
@@ -162,8 +159,7 @@ class Bench:
             return tokens * self.model.hidden * self.dtype.itemsize, work
 
         # CUDA's default stream takes no batches for the copy engine.
-        own, device = self.engine, self.device
-        copying = new_stream(device, "copy") if own else current_stream(device)
+        copying = new_stream(self.device, "copy") if self.engine else current_stream(self.device)
         return prepare
 
     def _kv_load(self) -> Prepare:
@@ -215,10 +211,9 @@ class Bench:
             # Every query head has its own K and V here: no more work, only more memory.
             query, key = (self._rows(1, model.heads, tokens, model.head_dim) for _ in range(2))
             value = self._rows(1, model.heads, tokens, model.value_dim)
+            attend = functional.scaled_dot_product_attention
             flops = tokens * tokens / 2 * model.attention_flops
-            return flops, lambda: functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True
-            )
+            return flops, lambda: attend(query, key, value, is_causal=True)
 
         return prepare
 
@@ -246,8 +241,7 @@ def measure(
     begin: Callable[[str], object] = lambda operation: None,
 ) -> Profile:
     """Measure every operation of a layer; ``begin`` is called before each. From then on this
-    process copies in the best way. Random state is restored, because ranks must keep drawing the
-    same numbers."""
+    process copies in the best way. Random state is restored: ranks must draw the same numbers."""
     points: dict[str, list[Point]] = {}
     on_gpu = [bench.device] if bench.device.type == "cuda" else []
     with torch.random.fork_rng(devices=on_gpu):

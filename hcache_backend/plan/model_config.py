@@ -69,9 +69,8 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     try:
         table = json.loads(file.read_text())
     except OSError as error:
-        raise ConfigError(
-            f"cannot read {file}: {error.strerror}; name a config.json or a model's folder"
-        ) from None
+        hint = "name a config.json or a model's folder"
+        raise ConfigError(f"cannot read {file}: {error.strerror}; {hint}") from None
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON: {error}") from None
     if not isinstance(table, dict):
@@ -80,9 +79,8 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def shape_from_config(table: Mapping[str, Any], source: str, *, states: bool = False) -> ModelShape:
-    """Shape by the fields of a ``config.json``. Raises a ConfigError with ``source`` if a
-    field is missing or wrong, or the model is no decoder-only transformer. With ``states`` layers
-    may have recurrent ones."""
+    """Shape by the fields of a ``config.json``. Raises a ConfigError with ``source`` if a field is
+    missing or wrong, or no decoder-only transformer. With ``states`` some layers may have states."""
     fields = _Fields(table, source)
     if not states:
         _require_kv_cache(fields)
@@ -123,8 +121,7 @@ class _Fields:
         for part in ("attn_config", "ffn_config"):  # DBRX, MPT
             if isinstance(merged.get(part), dict):
                 merged = {**merged[part], **merged}
-        self._table = merged
-        self._source = source
+        self._table, self._source = merged, source
         self.family = str(merged.get("model_type") or "unknown")
 
     def get(self, name: str) -> Any:
@@ -140,10 +137,8 @@ class _Fields:
         if default is not None:
             return default
         listed = " or ".join(repr(name) for name in names)
-        raise self.error(
-            f"no {what}: field {listed} is missing; take the config.json that came with the "
-            "model's weights"
-        )
+        hint = "take the config.json that came with the model's weights"
+        raise self.error(f"no {what}: field {listed} is missing; {hint}")
 
     def wrong(self, name: str, right: str) -> ConfigError:
         return self.error(f"field {name!r} is {json.dumps(self.get(name))}; it {right}")
@@ -154,20 +149,17 @@ class _Fields:
 
 def _require_kv_cache(fields: _Fields) -> None:
     if fields.get("is_encoder_decoder") is True:
-        raise fields.wrong(
-            "is_encoder_decoder", "must be false: only decoder-only models have KV to restore"
-        )
+        right = "must be false: only decoder-only models have KV to restore"
+        raise fields.wrong("is_encoder_decoder", right)
     for name in _STATE_FIELDS:
         if fields.get(name) is not None:
             raise fields.wrong(name, f"means {_STATE}")
-    state = sorted(_STATE_LAYERS & set(_layer_types(fields)))
-    if state:
+    if state := sorted(_STATE_LAYERS & set(_layer_types(fields))):
         raise fields.error(f"field 'layer_types' has {', '.join(state)}: {_STATE}")
 
 
 def _layer_types(fields: _Fields) -> list[str]:
-    value = fields.get("layer_types")
-    if value is None:
+    if (value := fields.get("layer_types")) is None:
         return []
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise fields.wrong("layer_types", "must be a list with the kind of every layer")
@@ -247,8 +239,7 @@ def _dtype(fields: _Fields) -> str:
     name = next((n for n in ("torch_dtype", "dtype") if fields.get(n) is not None), None)
     if name is None:
         return "float16"
-    found = _DTYPES.get(str(fields.get(name)).removeprefix("torch."))
-    if found is None:
+    if (found := _DTYPES.get(str(fields.get(name)).removeprefix("torch."))) is None:
         raise fields.wrong(name, f"must be one of {', '.join(_DTYPES)}")
     return found
 

@@ -78,8 +78,8 @@ class ModelShape(BaseModel):
 
     @property
     def kv_bytes(self) -> int:
-        plain = self.kv_width * (self.kv_element_bytes or self.element_bytes)
-        return self.kv_row_bytes or plain
+        size = self.kv_element_bytes or self.element_bytes
+        return self.kv_row_bytes or self.kv_width * size
 
     @property
     def as_it_is(self) -> ModelShape:
@@ -134,8 +134,7 @@ def encoded(
     shape: ModelShape, codec: PlannedCodec, dtype: str, *, tp: int = 1, page_size: int = PAGE_TOKENS
 ) -> ModelShape:
     """``shape`` with the bytes that a server stores. Kinds that the codec does not take stay plain.
-    ``dtype`` is the type that the model is served in; each of ``tp`` ranks encodes its own
-    heads."""
+    The model is served in ``dtype``; each of ``tp`` ranks encodes its own heads."""
     if codec == "auto":
         codec = "exp3" if dtype == "bfloat16" else "none"
     if codec == "none":

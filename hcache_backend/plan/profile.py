@@ -120,9 +120,7 @@ def load_profile(path: Path) -> Profile:
 
 COMPUTE_SHARE = 0.69
 BUS_SHARE = 0.84
-
 SSD_BYTES_PER_SECOND = 6.9e9  # as reached by a Samsung PM9A3, the paper's SSD (section 6.2.2)
-
 _PCIE4, _PCIE5 = 32e9, 64e9
 _TABLE_2 = "paper, Table 2"
 _DATA_SHEET = "vendor's data sheet, dense, FP32 accumulation"

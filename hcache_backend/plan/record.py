@@ -67,8 +67,7 @@ def find_record(folders: Iterable[Path], name: str) -> PartitionRecord | None:
 def records(folder: Path) -> Iterator[tuple[str, PartitionRecord]]:
     """All readable records of a store folder, by name."""
     for path in sorted(folder.glob("partition-*.json")):
-        record = find_record([folder], path.name)
-        if record is not None:
+        if (record := find_record([folder], path.name)) is not None:
             yield path.name, record
 
 

@@ -281,9 +281,8 @@ class RestorePipeline:
             copy = partial(bring, part, buffer)
         else:
             offsets = self._layout.segment_offsets[first : part.layers.stop]
-            copy = partial(
-                layer.copy, part.layers, self._memory, part.page_ids, offsets, part.slots
-            )
+            rows = part.page_ids, offsets, part.slots
+            copy = partial(layer.copy, part.layers, self._memory, *rows)
 
         start = self._copy.record(timed=True)
         self._copy.run(copy)
