@@ -86,8 +86,7 @@ class Metric:
     def do(self, what: str, *labels: str, **value: float) -> None:
         """Call the method ``what`` of the series with these labels."""
         try:
-            series = self._series.get(labels)
-            if series is None:
+            if (series := self._series.get(labels)) is None:
                 family = self.family
                 series = self._series[labels] = family.labels(*labels) if labels else family
             getattr(series, what)(**value)

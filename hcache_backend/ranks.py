@@ -38,8 +38,7 @@ def smallest(group: Any, *numbers: int) -> list[int]:
 
 
 def sum_of_all_ranks(group: Any, own: torch.Tensor) -> torch.Tensor:
-    """What all ranks of ``group`` have, on the CPU, added in their order: the same on each, to the
-    bit."""
+    """What all ranks of ``group`` have, on the CPU, added in their order: equal to the bit."""
     if group is None or not dist.is_initialized() or dist.get_world_size(group=group) == 1:
         return own
     every = [torch.empty_like(own) for _ in range(dist.get_world_size(group=group))]

@@ -337,8 +337,7 @@ class Door:
         if not isinstance(engine_stream, torch.cuda.Stream):
             return _INLINE
         # torch hands out 32 streams in turn, so two may be the same.
-        shared = self._ours.pop(engine_stream.cuda_stream, None)
-        if shared is not None:
+        if (shared := self._ours.pop(engine_stream.cuda_stream, None)) is not None:
             logger.warning("hcache: stream '%s' is also SGLang's: they wait for each other", shared)
         return _CudaStream(engine_stream)
 

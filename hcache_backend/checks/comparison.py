@@ -24,8 +24,7 @@ KV = tuple[torch.Tensor, torch.Tensor]  # [n, kv_heads, head_dim] each
 
 
 def equal(got: torch.Tensor, want: torch.Tensor, fits: torch.Tensor | None = None) -> bool:
-    """True if rows are equal, of those that ``fits`` (bool ``[n]``) names: a codec cannot hold the
-    others, and they are never read."""
+    """True if rows are equal that the codec holds (``fits``, bool ``[n]``): none else is read."""
     return torch.equal(got, want) if fits is None else torch.equal(got[fits], want[fits])
 
 

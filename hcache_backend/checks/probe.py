@@ -137,10 +137,9 @@ def observe(
         *(_describe(index, seen, passed, calls=calls) for index, seen in enumerate(observations)),
         strict=True,
     )
-    dependent = (
-        name for seen in observations for name in seen.quantised if seen.asked.get(name, True)
-    )
-    return Probe(layers, hidden, *passed[1:], tuple(dependent))
+    every = ((seen, name) for seen in observations for name in seen.quantised)
+    dependent = tuple(name for seen, name in every if seen.asked.get(name, True))
+    return Probe(layers, hidden, *passed[1:], dependent)
 
 
 def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -222,8 +221,7 @@ def _describe(
         raise Refused(f"{seen.name} {error}") from None
     parts = seen.name, seen.module, seen.kernel, seen.projection
     batch = attention.ProjectionBatch(passed.batch.forward_mode)
-    layer = AttentionLayer(index, *parts, *call, batch)
-    return layer, seen.hidden
+    return AttentionLayer(index, *parts, *call, batch), seen.hidden
 
 
 class Recomputed(NamedTuple):
@@ -343,8 +341,7 @@ class LayerSpecs:
             problems.append(search.dependence(layer, evidence))
             found.append(self._find(layer, evidence))
         self._found = found
-        problem = first_problem(problems)
-        if problem is not None:
+        if (problem := first_problem(problems)) is not None:
             raise Refused(problem)
 
     def _find(self, layer: AttentionLayer, evidence: search.Evidence) -> Found:
@@ -397,8 +394,7 @@ class LayerSpecs:
             ways = ways_in_use(found.spec.projection(), kept) if found.spec.fused else [None]
             written = self._probe.written(layer, projector, ways)
         except Exception as error:
-            problem = f"its kernel failed: {type(error).__name__}: {error}"
-            return Found(None, problem, found.own)
+            return Found(None, f"its kernel failed: {type(error).__name__}: {error}", found.own)
         if written.as_good_as(found.own, Bound.of_product(kept)):
             return found
         return Found(None, f"in the KV pool {LESS_EXACT}", found.own, written)
@@ -410,9 +406,8 @@ class LayerSpecs:
         agreed = smallest(self._group, *(found.spec is not None for found in self._found))
         pairs = zip(self._found, agreed, strict=True)
         specs = [found.spec if fine else None for found, fine in pairs]
-        self._projector.specs = specs
+        self._projector.specs, self._stale = specs, False
         self._report()
-        self._stale = False
         generic = [layer for layer, spec in enumerate(specs) if spec is None]
         if not generic or not self._probe.hidden[0].is_cuda:
             return
@@ -441,9 +436,7 @@ class LayerSpecs:
             self.find()
         except Exception as error:
             reason = f"after a weight update: {type(error).__name__}: {error}"
-            self._found = [
-                replace(found, spec=None, detail=reason, reached=None) for found in self._found
-            ]
+            self._found = [Found(None, reason, found.own) for found in self._found]
             if isinstance(error, Refused):
                 self._runtime.begin_quarantine(reason)
             else:

@@ -78,9 +78,8 @@ def check_copies(layout: PageLayout, kv: KVSegments) -> None:
             decoded = [plane for back in kv.through_codec(layout, of_first)[0] for plane in back]
             for held, plane in zip(wanted, decoded, strict=True):
                 held[: len(first)] = plane.view(torch.uint8).to(device)
-        fits = kv.save(
-            layout, memory, torch.tensor(_HOST, device="cpu" if kv.by_header else device), slots
-        )
+        pages = torch.tensor(_HOST, device="cpu" if kv.by_header else device)
+        fits = kv.save(layout, memory, pages, slots)
         others_stay = RestoredLayer("kv", copy=lambda *_: None)
         restored = [others_stay] * len(layout.segment_bytes)
         for layer in kv.layers:
@@ -103,9 +102,8 @@ def check_copies(layout: PageLayout, kv: KVSegments) -> None:
         raise Refused(f"K or V of layer {layer} come back from host memory as something else")
     if fits is not None and not bool(fits[:, 0].all()):
         layer = kv.layers[fits[:, 0].tolist().index(False)]
-        raise Refused(
-            f"codec {kv.codec!r} does not hold normally distributed K and V of layer {layer}"
-        )
+        what = f"normally distributed K and V of layer {layer}"
+        raise Refused(f"codec {kv.codec!r} does not hold {what}")
 
 
 def whole_pages(slots: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -223,8 +221,7 @@ class CaptureCheck:
         self._capture.back_up(slots, self._pages)
         if plan.kv.layers:
             pages = torch.from_numpy(self._arena.physical(self._pages)).to(plan.kvcache.device)
-            fits = plan.kv.save(plan.layout, self._memory, pages, self._slots)
-            if fits is not None:
+            if (fits := plan.kv.save(plan.layout, self._memory, pages, self._slots)) is not None:
                 of_layers = zip(plan.kv.layers, fits.all(1).tolist(), strict=True)
                 self._not_encoded = {layer for layer, fit in of_layers if not fit}
         self._capture.transfers().synchronize()
@@ -249,17 +246,13 @@ class CaptureCheck:
         return None
 
     def _changed(self, first: int, there: torch.Tensor, projector: Projector) -> str | None:
-        """The layer from ``first`` on whose K or V differ between the two places, in rows of hidden
-        states that the codec holds."""
+        """The layer from ``first`` on whose K or V differ, in rows that the codec holds."""
         pool, plan, fits = projector.pool, self._plan, self._fits.to(there.device)
         for layer in plan.layers[first:]:
             if layer.index in self._not_encoded:
                 continue
-            ours, models = (
-                pool.fetch(layer.kernel, slots[fits], plan.runner.dtype)
-                for slots in (there, self._slots)
-            )
-            found = of_kv(ours, models).tolist()
+            read = partial(pool.fetch, layer.kernel, dtype=plan.runner.dtype)
+            found = of_kv(read(there[fits]), read(self._slots[fits])).tolist()
             problem = projected_difference(layer, found, pool.dtype, plan.codec.name)
             if problem is not None:
                 return problem

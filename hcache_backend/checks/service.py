@@ -37,13 +37,9 @@ from hcache_backend.streams import Event, HostBuffer, HostBuffers, StreamFailed,
 from hcache_kernels.codecs import Codec
 
 _LAYERS = 4  # of a page in one check
-
 _WAITING = 16  # no further page is chosen while this many wait for their comparison
-
 _AT_ONCE = 4  # projections whose results are handled in one turn
-
 _SHARE = 1 / 10  # most of the scheduler thread's time that checks of one kind take...
-
 _BURST_SECONDS = 0.1  # ...except in bursts of this length
 
 _harmless = partial(metrics.harmless, "page_not_checked", "a page was not checked")
@@ -116,8 +112,7 @@ class _Checks(ABC, Generic[_Layer]):
         self._waiting.append(check)
 
     def freed(self, host_pages: Ids) -> None:
-        """Drop the checks of ``host_pages``. Their buffers are not used again: a copy may still be
-        on its way there."""
+        """Drop checks of ``host_pages``, and their buffers: copies may still be on their way."""
         gone = set(host_pages.tolist())
         self._waiting = deque(check for check in self._waiting if check.host_page not in gone)
 
@@ -343,15 +338,10 @@ class ServiceChecks(_Checks[AttentionLayer]):
     def _all_shares(self, exchange: Exchange, own: torch.Tensor) -> torch.Tensor:
         """A segment of the whole page, uint8 ``[shards, bytes]``, of which this rank has ``own``;
         valid until the next call, on the current stream. Raises ExchangeFailed on all ranks."""
-        shards = self._shards
-        assert shards is not None
-
-        def fetch(there: torch.Tensor) -> None:
-            there.copy_(own, non_blocking=True)
-
+        assert self._shards is not None
         gather = exchange.gather_now if exchange.on_scheduler_thread else exchange.gather
-        gather(shards, fetch)
-        return shards
+        gather(self._shards, lambda there: there.copy_(own, non_blocking=True))
+        return self._shards
 
     def _problem(self, check: _Check) -> str | None:
         try:

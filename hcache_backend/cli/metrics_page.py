@@ -174,10 +174,9 @@ def parse(text: str) -> MetricsPage:
 
     mode, pages = state(metrics.MODE, "mode"), state(metrics.MODE, "pages")
     if mode is None or pages is None:
-        raise NoMetrics(
-            "no hcache metrics on /metrics. Check that hcache-backend is installed in the server's "
-            "environment and is its storage backend (or HCACHE_ENABLE=1)"
-        )
+        where = "installed in the server's environment and is its storage backend"
+        hint = f"Check that hcache-backend is {where} (or HCACHE_ENABLE=1)"
+        raise NoMetrics(f"no hcache metrics on /metrics. {hint}")
     counters = {"prompt": sums(PROMPT[0], lambda labels: labels.get(PROMPT[1], ""))}
     for kind, events in metrics.COUNTS.items():
         found = (sums(f"{metric.name}_total", metric.event) for metric in events.counters)

@@ -109,8 +109,7 @@ class PairedLayout(PageLayout):
         entries = memory[:, self._entries_at][pages]
         alike, places = (entries == entries[:1]).all(), defaultdict(list)
         for place, page in enumerate(entries[:1] if alike else entries):
-            layout = self._of_entries(page.tobytes())
-            if layout is not None:
+            if (layout := self._of_entries(page.tobytes())) is not None:
                 places[layout.slots[layer]].append(place)
         every = np.arange(len(pages))
         return [(slot, every if alike else every[found]) for slot, found in places.items()]

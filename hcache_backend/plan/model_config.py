@@ -79,15 +79,14 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def shape_from_config(table: Mapping[str, Any], source: str, *, states: bool = False) -> ModelShape:
-    """Shape by the fields of a ``config.json``. Raises a ConfigError with ``source`` if a field is
-    missing or wrong, or no decoder-only transformer. With ``states`` some layers may have states."""
+    """Shape by the fields of a ``config.json``. Raises a ConfigError with ``source`` for missing or
+    wrong ones, or a model that is no decoder-only transformer. ``states``: layers may have them."""
     fields = _Fields(table, source)
     if not states:
         _require_kv_cache(fields)
     hidden = fields.integer("hidden size", _HIDDEN)
     heads = fields.integer("number of attention heads", _HEADS)
-    latent = _latent(fields)
-    if latent:
+    if latent := _latent(fields):
         key_dim = fields.integer("head size without RoPE", ("qk_nope_head_dim",))
         head_dim, kv_heads = key_dim + latent.rope_dim, heads
         value_dim = fields.integer("head size of V", ("v_head_dim",))

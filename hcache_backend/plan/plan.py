@@ -32,9 +32,8 @@ class AtLength(NamedTuple):
 @dataclass(frozen=True)
 class PartitionPlan:
     """Storage of each layer on a server, and the time of its restores. ``model`` has encoded bytes;
-    ``tokens`` is the restore that is solved for. ``restore`` is the server's option; its other
-    options are the defaults. Layers with ``sides`` are not stored, and their window or state is a
-    part of each restore."""
+    ``tokens`` is the restore that is solved for. ``restore`` is the server's option; its others are
+    the defaults. Layers with ``sides`` are not stored: their window or state is in each restore."""
 
     profile: Profile
     model: ModelShape
@@ -186,9 +185,8 @@ class PartitionPlan:
             found += self._other_path()
         if self.restore == "auto" and self.tp > 1 and (partition.hidden or model.latent):
             what = "latents" if model.latent else "hidden states"
-            found.append(
-                f"on GPUs of several tensor-parallel ranks the server restores {what} layer-wise"
-            )
+            where = "on GPUs of several tensor-parallel ranks"
+            found.append(f"{where} the server restores {what} layer-wise")
         if self.recomputes_front and self.seconds("mix") < self.seconds_read_only:
             found.append(
                 "front pages are recomputed while L3 is read from the last page on; to read all "

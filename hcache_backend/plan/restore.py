@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # the programs of bench/gpu have no pydantic
     from hcache_backend.plan.profile import Profile
 
 READ_BATCHES = 16
-"""A prefetch reads its pages in about so many batches; what the last one brings is not eager."""
+"""A prefetch reads in about so many batches; what the last one brings is not restored eagerly."""
 RUN_AHEAD = 3
 """Segments of the longest restore that the ring holds: one is projected, one has arrived, and one
 is arriving. A shorter restore runs further ahead in the same memory."""
@@ -315,7 +315,7 @@ class Restore:
         return simulate(self.costs(tokens, 0, l3), self.partition) + sides
 
     def sides_seconds(self, l3: L3Path) -> tuple[float, float]:
-        """Seconds to read the window or state behind a hit's pages, and to copy it to the device."""
+        """Seconds to read the window or state behind a hit's pages, and bring it to the device."""
         assert self.profile is not None
         if self.sides is None:
             return 0, 0

@@ -9,7 +9,7 @@ twice the distance of the model's own at other batch sizes, or of another order 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -117,17 +117,11 @@ def worst(parts: Iterable[KVExactness]) -> KVExactness:
 
 
 def _combined(parts: Iterable[KVExactness], count: Callable[[Iterable[int]], int]) -> KVExactness:
-    return KVExactness(
-        *(
-            Exactness(
-                count(p.values for p in of),
-                count(p.unequal for p in of),
-                max(p.ulps for p in of),
-                max(p.rms for p in of),
-            )
-            for of in zip(*parts, strict=True)
-        )
-    )
+    def combine(of: Sequence[Exactness]) -> Exactness:
+        values, unequal = count(p.values for p in of), count(p.unequal for p in of)
+        return Exactness(values, unequal, max(p.ulps for p in of), max(p.rms for p in of))
+
+    return KVExactness(*map(combine, zip(*parts, strict=True)))
 
 
 def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:

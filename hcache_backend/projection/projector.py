@@ -17,7 +17,6 @@ from hcache_kernels import project_kv as kernels
 from hcache_kernels.project_kv import KeyNorm, KVProjection, Rotary, Rounding, Way
 
 COS_SIN = "cos_sin_cache"  # SGLang's (and vLLM's) name of a RoPE's table of cosines and sines
-
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 
 
@@ -31,8 +30,8 @@ class Columns:
 
     @property
     def contiguous(self) -> bool:
-        wanted = range(self.starts[0], self.starts[0] + self.width, self.head_dim)
-        return self.starts == tuple(wanted)
+        first = self.starts[0]
+        return self.starts == tuple(range(first, first + self.width, self.head_dim))
 
     @property
     def width(self) -> int:
@@ -159,16 +158,12 @@ def vector(module: torch.nn.Module, name: str) -> torch.Tensor | None:
 
 def epsilon_of(module: torch.nn.Module) -> float | None:
     """The epsilon of a norm, under any of its usual names; None if it is no norm."""
-    for name in _EPSILON_NAMES:
-        value = getattr(module, name, None)
-        if isinstance(value, float):
-            return value
-    return None
+    values = (getattr(module, name, None) for name in _EPSILON_NAMES)
+    return next((value for value in values if isinstance(value, float)), None)
 
 
 class Projector:
-    """Projects hidden states to ``pool``, each layer by its entry in ``specs``; None: by its
-    attention module."""
+    """Projects hidden states to ``pool``, each layer by its spec, or else its attention module."""
 
     def __init__(self, pool: PagedPool, layers: int) -> None:
         self.pool = pool
@@ -179,8 +174,7 @@ class Projector:
         self, layer: AttentionLayer, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As :func:`project_with_module`, by the layer's spec if it has one."""
-        spec = self.specs[layer.index]
-        if spec is None:
+        if (spec := self.specs[layer.index]) is None:
             return project_with_module(layer, hidden, positions)
         return spec.compute(hidden, positions)
 

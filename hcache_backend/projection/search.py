@@ -28,10 +28,9 @@ from hcache_kernels.project_kv import KeyNorm, Rotary, Rounding, check_projectio
 _LOUD = 4096.0  # largest number of K and V from loud hidden states
 _QUIET = 1e-3  # and from quiet ones
 _PLACES = 16
+_BATCH_SIZES = (1, 16)  # a decode step and a small batch; many tokens at once are evidence anyway
 
 LESS_EXACT = "K or V are less exact than the attention module's own at other batch sizes"
-
-_BATCH_SIZES = (1, 16)  # a decode step and a small batch; many tokens at once are evidence anyway
 
 
 @dataclass(frozen=True)
@@ -76,12 +75,8 @@ def gather_evidence(
     largest = float(torch.maximum(probe.k.abs().amax(), probe.v.abs().amax()))
     loud = hidden * min(_LOUD / largest, _room(hidden)) if largest else hidden
     quiet = hidden * (_QUIET / largest) if largest else hidden
-    samples = [
-        probe,
-        far,
-        ask("loud hidden states", loud, positions),
-        ask("quiet hidden states", quiet, positions),
-    ]
+    samples = [probe, far, ask("loud hidden states", loud, positions)]
+    samples.append(ask("quiet hidden states", quiet, positions))
     again = [(far.k[:n], far.v[:n])]
     for size in _BATCH_SIZES:
         batches = zip(hidden.split(size), positions.split(size), strict=True)
@@ -124,8 +119,7 @@ def _difference(spec: LayerSpec, samples: list[Sample]) -> tuple[float, str]:
 
 def _difference_problem(difference: tuple[float, str], samples: list[Sample]) -> str | None:
     """The problem if rounding does not explain the :func:`_difference` of a spec."""
-    largest, where = difference
-    allowed = _allowed(samples[0].hidden.dtype)
+    (largest, where), allowed = difference, _allowed(samples[0].hidden.dtype)
     if largest <= allowed:
         return None
     return f"{where} differ from the module's by {largest:.1e} (allowed {allowed:.0e})"
@@ -138,12 +132,9 @@ def _allowed(dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def spec_exactness(spec: LayerSpec, samples: list[Sample]) -> KVExactness:
-    return exactness.together(
-        kv_exactness(
-            spec.compute(sample.hidden, sample.positions), (sample.k, sample.v), sample.k.dtype
-        )
-        for sample in samples
-    )
+    made = (spec.compute(sample.hidden, sample.positions) for sample in samples)
+    pairs = zip(made, samples, strict=True)
+    return exactness.together(kv_exactness(kv, (one.k, one.v), one.k.dtype) for kv, one in pairs)
 
 
 def spec_problem(spec: LayerSpec, evidence: Evidence) -> str | None:
@@ -213,8 +204,7 @@ def find_spec(layer: AttentionLayer, evidence: Evidence) -> LayerSpec:
     head_dim = probe.k.shape[-1]
     if probe.v.shape != probe.k.shape:
         raise NoSpec(f"K has heads of {head_dim} and V of {probe.v.shape[-1]}")
-    fed = _watch(layer, probe, head_dim)
-    if not fed:
+    if not (fed := _watch(layer, probe, head_dim)):
         raise NoSpec(f"no linear module gives heads of {head_dim} for the hidden states")
     v = next(filter(None, (_columns(one, probe.v) for one in fed)), None)
     if v is None:
@@ -301,11 +291,7 @@ def _columns(
 
 
 def _finish(
-    blocks: torch.Tensor,
-    head: int,
-    norm: KeyNorm | None,
-    rotary: Rotary | None,
-    probe: Sample,
+    blocks: torch.Tensor, head: int, norm: KeyNorm | None, rotary: Rotary | None, probe: Sample
 ) -> torch.Tensor:
     """Every block as if it were head number ``head`` of K."""
     dim = blocks.shape[-1]

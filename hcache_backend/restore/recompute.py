@@ -180,8 +180,7 @@ class Recomputer:
         device, first = keys.device, len(keys) - len(token_ids)
         nowhere = torch.zeros(len(token_ids), dtype=torch.int64, device=device)  # SGLang's padding
         positions = torch.arange(first, len(keys), device=device)
-        last = self._first_layer + layers - 1
-        asked = _ProbePass(self._pool, last, keys, nowhere)
+        asked = _ProbePass(self._pool, self._first_layer + layers - 1, keys, nowhere)
         self._run(to_device(token_ids, device), positions, asked)
         return asked.layers
 

@@ -97,9 +97,6 @@ class RunningRestore:
         return all(event.query() for event in self.layers)
 
     def report(self) -> RestoreReport:
-        first = self.begin
-        spans = (
-            Span(stream, layer, first.elapsed_time(start), first.elapsed_time(end))
-            for stream, layer, start, end in self.timed
-        )
+        since = self.begin.elapsed_time
+        spans = (Span(stream, layer, since(at), since(to)) for stream, layer, at, to in self.timed)
         return RestoreReport(self.tokens, self.bytes, tuple(spans))
