@@ -406,8 +406,9 @@ class LayerSpecs:
         agreed = smallest(self._group, *(found.spec is not None for found in self._found))
         pairs = zip(self._found, agreed, strict=True)
         specs = [found.spec if fine else None for found, fine in pairs]
-        self._projector.specs, self._stale = specs, False
+        self._projector.specs = specs
         self._report()
+        self._stale = False
         generic = [layer for layer, spec in enumerate(specs) if spec is None]
         if not generic or not self._probe.hidden[0].is_cuda:
             return

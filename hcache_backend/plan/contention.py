@@ -77,7 +77,8 @@ def fastest_first(
 def cold_pages(
     tokens: int, segment: int, device: torch.device
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Host pages of two segments each (bytes), and sets of page ids, so that no page is cached."""
+    """Host pages of two segments each (bytes), and sets of page ids to copy in turn, so that no
+    page is in the processor's cache."""
     pages = tokens // PAGE
     sets = 1 + _COLD_BYTES // (pages * segment)
     memory = host_tensor((sets * pages, 2 * segment), torch.uint8, device).zero_()
