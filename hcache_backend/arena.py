@@ -197,7 +197,7 @@ class Arena:
         return self._clock
 
     def prove(self, slots: Ids, ticket: int, verdicts: npt.NDArray[np.uint8]) -> tuple[int, int]:
-        """Apply a step's verdicts; returns how many rows, if still its own, are missing, and unfit."""
+        """Apply a step's verdicts; returns how many rows, if still its own, are missing, unfit."""
         due = (self._generation[slots] == ticket) & (self._rows[slots] == _RowState.PROMISED)
         written = verdicts == Verdict.WRITTEN
         if np.count_nonzero(written) == len(written):
