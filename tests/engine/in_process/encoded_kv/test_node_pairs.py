@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 
 from hcache_backend import metrics
 from hcache_backend.config import KrulOption
+from hcache_backend.krul import pairs as layer_pairs
 from hcache_backend.krul import plugin as module
 from hcache_backend.krul.pairs import CodedPair, PairSums
 from hcache_backend.krul.plugin import NodePairs
@@ -115,7 +116,7 @@ def node_pairs(model: Any, group: Any = None, *, ranks: int = 1) -> NodePairs:
 @pytest.fixture(autouse=True)
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the attention of a :class:`Model` is like is what it says."""
-    monkeypatch.setattr(module, "attention_sums", lambda asked: asked())
+    monkeypatch.setattr(layer_pairs, "attention_sums", lambda asked: asked())
 
 
 def ready(pairs: NodePairs) -> list[tuple[CodedPair, ...]]:
