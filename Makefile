@@ -182,8 +182,8 @@ bench-beside: setup
 bench-hits: setup $(VENV)/.peers
 	$(BIN)/python -m bench.hits $(ARGS)
 
-# Restores by method over a bus, or from an L3, of a given rate. STUDY: pages, codec, partition, eager,
-# eager_kv, ranks or methods. Five minutes to an hour, alone.
+# Restores by method over a bus, or from an L3, of a given rate. STUDY: pages, codec, eager, ranks or
+# methods. Five minutes to an hour, alone.
 bench-restores: setup $(VENV)/.peers
 	$(BIN)/python -m bench.restores $(or $(STUDY),methods) $(ARGS)
 
