@@ -54,13 +54,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from hcache_backend.format import envelope
 from hcache_backend.format import units as page_units
 from hcache_backend.format.envelope import BLOCK, CHECKSUM, KEY, NAMESPACE, WRITER, round_up
 from hcache_backend.format.units import WHOLE, Segment, SegmentTable, Shard, Unit, digest
 
 MAGIC = b"HCPG"
 FORMAT_VERSION = 4
-NO_NAMESPACE = bytes(NAMESPACE.stop - NAMESPACE.start)  # of a page whose rows are not all there
+NO_NAMESPACE = bytes(envelope.NAMESPACE_BYTES)  # of a page whose rows are not all there
 
 PREFIX = struct.Struct("<4sHHHHI")
 _SHARD = slice(88, 90)

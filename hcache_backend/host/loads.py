@@ -266,8 +266,7 @@ class LoadQueue:
         token_ids = np.concatenate([self._layout.token_ids(page) for page in pages])
         first, slots = int(positions[0]), None
         if np.array_equal(positions, np.arange(first, first + len(positions))):
-            none = torch.empty(0, dtype=torch.int64, device=self._device)
-            slots = prefix() if first else none
+            slots = prefix() if first else torch.empty(0, dtype=torch.int64, device=self._device)
         known = slots is not None and len(slots) == first
         return TokenSpan(token_ids.astype(np.int64), slots) if known else None
 

@@ -166,10 +166,9 @@ class HitGate:
     def prefilled(self, tokens: int, prefix: float, loaded: int, seconds: float) -> None:
         """A batch computed ``tokens``, on average behind ``prefix``, and waited for ``loaded``."""
         estimates = self.estimates
-        computing = estimates.prefill.seconds(tokens, prefix)
         if not loaded:
             estimates.prefill.measured(tokens, prefix, seconds)
-        elif computing is not None:
+        elif (computing := estimates.prefill.seconds(tokens, prefix)) is not None:
             estimates.load.measured(loaded, 0, max(seconds - computing, 1e-6))
         self._show()
 

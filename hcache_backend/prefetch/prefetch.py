@@ -68,16 +68,17 @@ class Meeting:
     def __init__(self) -> None:
         self.front = 0  # pages whose recomputation was launched; the scheduler's
         self.here = range(0)  # pages that were read and proven on all ranks; the scheduler's
-        # First page that recomputation cannot reach, as of the last turn; None: all can be.
+        # First page that recomputation cannot reach, as of the last turn. None, before the first
+        # turn, counts as all reachable: otherwise the reader would claim the front's pages.
         self.reachable: int | None = None
         self._lock = threading.Lock()
         self._taken = 0  # by the front
-        self._unread = -1  # the reader takes pages before this one; -1: it has not begun
+        self._unread: int | None = None  # the reader takes pages before this one
 
     def begin(self, pages: int) -> None:
         """The prefetch has ``pages`` pages. Both sides call it, in any order."""
         with self._lock:
-            if self._unread < 0:
+            if self._unread is None:
                 self._unread = pages
 
     # ---- the thread that reads ----
@@ -85,6 +86,7 @@ class Meeting:
     def next_batch(self, most: int) -> range:
         """The next pages to read, at most ``most`` (at least 1); empty if the ends have met."""
         with self._lock:
+            assert self._unread is not None
             stop, self._unread = self._unread, max(self._taken, self._unread - most)
             return range(self._unread, stop)
 
@@ -98,6 +100,7 @@ class Meeting:
     @property
     def unread(self) -> int:
         """Pages that are neither taken nor being read."""
+        assert self._unread is not None
         return self._unread - self._taken
 
     @property
@@ -112,6 +115,7 @@ class Meeting:
         """Number of pages that the front may take next: those that are not read. Holds the lock
         until :meth:`take`: the reader takes none while the ranks agree on them."""
         self._lock.acquire()
+        assert self._unread is not None
         # Pages taken but not launched have failed: there is no way past them.
         return self._unread - self._taken if self._taken == self.front else 0
 
@@ -137,8 +141,15 @@ class Meeting:
         return max(self.front, self.here.stop) if met else self.front
 
 
-# where a prefetch is in its life, see the module's text
-State = Enum("State", "ASKED READING MEETING DONE REFUSED ENDED")
+class State(Enum):
+    """Where a prefetch is in its life, see the module's text."""
+
+    ASKED = "asked"
+    READING = "reading"
+    MEETING = "meeting"
+    DONE = "done"
+    REFUSED = "refused"
+    ENDED = "ended"
 
 
 @dataclass(eq=False)

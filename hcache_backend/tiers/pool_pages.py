@@ -46,7 +46,8 @@ class PoolPages:
         # Pages of the store per page of the pool: more than one if it is divided by heads, so that
         # servers with more ranks can read it; 0 if the pool only counts tokens.
         self.parts = 1 if host_pool.size_per_token else 0
-        if self._any_ranks and lcm is not None:
+        if self._any_ranks:
+            assert lcm is not None
             check_tp_lcm_size(lcm, ranks, host_pool.head_num, own_pages=False)
             self.parts = lcm // ranks
         self.part_bytes = host_pool.size_per_token * host_pool.page_size // max(1, self.parts)
