@@ -51,11 +51,11 @@ test-versions: setup versions
 
 # Kernels and dry runs with the torch, triton and NumPy of machines with a GPU. Three GB, not in CI.
 GPU_VERSIONS := $(VENV)/gpu-versions
-NEXT_TRITON := $(VENV)/next-triton
-test-gpu-versions: $(GPU_VERSIONS)/.created $(NEXT_TRITON)/.created
+OLDER_TRITON := $(VENV)/older-triton
+test-gpu-versions: $(GPU_VERSIONS)/.created $(OLDER_TRITON)/.created
 	PYTHON=$(CURDIR)/$(GPU_VERSIONS)/bin/python bench/gpu/first.sh --dry-run
 	$(GPU_VERSIONS)/bin/python -m pytest -m "not long" tests/kernels tests/gpu $(ARGS)
-	PYTHONPATH=$(CURDIR)/$(NEXT_TRITON) $(BIN)/python -m pytest -m "not long" tests/kernels/test_compilation.py $(ARGS)
+	PYTHONPATH=$(CURDIR)/$(OLDER_TRITON) $(BIN)/python -m pytest -m "not long" tests/kernels/test_compilation.py $(ARGS)
 
 $(GPU_VERSIONS)/.created: requirements/gpu-versions.txt | $(VENV)/.created
 	rm -rf $(GPU_VERSIONS) && $(BIN)/python -m venv $(GPU_VERSIONS)
@@ -63,10 +63,10 @@ $(GPU_VERSIONS)/.created: requirements/gpu-versions.txt | $(VENV)/.created
 		install --only-binary :all: -r requirements/gpu-versions.txt
 	@touch $@
 
-# The Triton that goes with the torch of the newest SGLang: it compiles every kernel, and none runs.
-$(NEXT_TRITON)/.created: requirements/next-triton.txt | $(VENV)/.package
-	rm -rf $(NEXT_TRITON)
-	@$(PIP) install --no-deps --only-binary :all: --target $(NEXT_TRITON) -r requirements/next-triton.txt
+# The Triton that goes with the torch of the oldest SGLang: it compiles every kernel, and none runs.
+$(OLDER_TRITON)/.created: requirements/older-triton.txt | $(VENV)/.package
+	rm -rf $(OLDER_TRITON)
+	@$(PIP) install --no-deps --only-binary :all: --target $(OLDER_TRITON) -r requirements/older-triton.txt
 	@touch $@
 
 lint: setup
@@ -95,11 +95,11 @@ ifneq ($(GPU_PYTHON),)
 endif
 	@touch $@
 
-$(VENV)/.engine: requirements/engine-cpu.txt requirements/engine-cpu-nodeps.txt | $(VENV)/.created
+$(VENV)/.engine: requirements/engine-cpu.txt requirements/engine-cpu-nodeps.txt \
+		hcache_backend/sglang/compat.py | $(VENV)/.created
 ifeq ($(GPU_PYTHON),)
-	@$(PIP) install torch==2.13.0
 	@$(PIP) install -r requirements/engine-cpu.txt
-	@$(PIP) install --no-deps -r requirements/engine-cpu-nodeps.txt
+	@$(PIP) install --no-deps -r requirements/engine-cpu-nodeps.txt sglang==$$(requirements/versions.sh newest)
 endif
 	@touch $@
 
@@ -124,7 +124,7 @@ $(DRIVER)/libcuda.so.1: tests/unit/store/kvikio_driver.c | $(VENV)/.created
 
 # SGLang's other versions, unpacked and not installed; what cannot be had is skipped with its reason.
 versions: setup
-	@requirements/versions.sh $(BIN)/python $(VENV)/versions
+	@requirements/versions.sh unpack $(BIN)/python $(VENV)/versions
 
 # Other stores than ours, to compare with.
 $(VENV)/.peers: requirements/peers.txt | $(VENV)/.created

@@ -42,13 +42,6 @@ for _ in range(2):  # subclasses of SGLang's classes, and then those of these
     OURS |= {ours.name: ours for ours in known}
 
 
-def test_the_supported_versions_are_those_that_are_unpacked() -> None:
-    pins = (ROOT / "requirements" / "versions.txt").read_text().split()
-    assert [f"sglang=={version}" for version in SUPPORTED] == [
-        pin for pin in pins if "sglang" in pin
-    ]
-
-
 def short(dotted: str) -> str:
     """`Class.name` of a dotted name."""
     return ".".join(dotted.split(".")[-2:])
