@@ -42,11 +42,18 @@ def drafts_trees(args: Any) -> bool:
     return bool(args.speculative_algorithm) and (args.speculative_eagle_topk or 1) > 1
 
 
-def ranks_of_a_request(server_args: Any) -> int:
-    """Tensor-parallel ranks that compute a request together; fewer with data-parallel attention."""
-    arguments = resolved(server_args)
-    groups = int(arguments.dp_size) if arguments.enable_dp_attention else 1
-    return int(arguments.tp_size) // groups
+def attention_groups(args: Any) -> int:
+    """Groups of tensor-parallel ranks that have requests of their own (data-parallel attention), by
+    the arguments in force. SGLang 0.5.21 counts them in ``dp_size``; later ones resolve the flag of
+    0.5.21 to False and count them in ``attn_dp_size``, and replicas in ``dp_size``."""
+    if getattr(args, "enable_dp_attention", False):
+        return int(args.dp_size)
+    return int(getattr(args, "attn_dp_size", 1))
+
+
+def ranks_of_a_request(args: Any) -> int:
+    """Tensor-parallel ranks that compute a request together, by the arguments in force."""
+    return int(args.tp_size) // attention_groups(args)
 
 
 def may_be(role: Literal["decode", "prefill"], server_args: Any) -> bool:

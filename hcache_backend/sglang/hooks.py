@@ -45,6 +45,7 @@ PREFILL_SERVER = [disaggregation.SEND_PREFIX, disaggregation.METADATA]
 DECODE_SERVER = [disaggregation.RECEIVED_PROMPT]  # keeps K and V of other weights out of L3
 WEIGHTS = [*model_runner.WEIGHTS, model_runner.RESET]  # keep pages of other weights away
 ADAPTERS = [REQUEST]  # keeps pages of adapters from requests that only name them
+WHOLE_GRAPHS = [model_runner.REPLAY]  # keeps a full prefill graph from K and V that are not there
 LATE_WEIGHTS = [model_runner.LATE_WEIGHTS]  # the weights arrive after ``load_model`` has returned
 
 

@@ -57,6 +57,16 @@ def _capture_forward(
     return capture.forward(forward_batch, run) if ours and capture is not None else run()
 
 
+def _before_replay(original: Original, graphs: Any, *a: Any, **kw: Any) -> Any:
+    """Around ``PrefillCudaGraphRunner.execute``: a recorded prefill reads K and V of all layers
+    without a wait for those that are being loaded. SGLang waits itself from 0.5.23 on."""
+    if graphs._is_full_backend:
+        counter = graphs.model_runner.token_to_kv_pool.layer_transfer_counter
+        if counter is not None:
+            counter.wait_until(counter.num_layers - 1)
+    return original(graphs, *a, **kw)
+
+
 def _around_weight_update(original: Original, updater: Any, *a: Any, **kw: Any) -> Any:
     runtime = current()
     runtime.begin_weight_update()
@@ -86,6 +96,8 @@ _RADIX_ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention."
 ATTENTION = Hook(_RADIX_ATTENTION + "forward", _attention, OnError.RAISE)
 FORWARD = Hook(_RUNNER + "forward", _capture_forward)
 LATE_WEIGHTS = Hook(_RUNNER + "finalize_startup_weight_load", _after_late_weights, OnError.RAISE)
+_GRAPHS = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner."
+REPLAY = Hook(_GRAPHS + "execute", _before_replay, OnError.END_L3)
 WEIGHTS = [Hook(_WEIGHTS + name, _around_weight_update, OnError.END_L3) for name in _WEIGHT_UPDATES]
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController."
 RESET = Hook(_CONTROLLER + "reset", _after_reset, OnError.END_L3)

@@ -22,6 +22,7 @@ from hcache_backend.plan.record import save_record
 from hcache_backend.server_report import write_report
 from hcache_backend.sglang import hooks
 from hcache_backend.sglang.arguments import (
+    attention_groups,
     check_tp_lcm_size,
     kv_fields,
     may_be,
@@ -33,6 +34,7 @@ from hcache_backend.sglang.arguments import (
 from hcache_backend.sglang.compat import SUPPORTED, is_first, unsupported_reason
 from hcache_backend.sglang.groups import attention_ranks, or_stop, said_by_all_ranks
 from hcache_backend.sglang.runtime import Runtime, current, remember
+from hcache_backend.start.capabilities import records_whole_prefills
 from hcache_backend.start.machine import judge_hits
 from hcache_backend.store import PageStore
 from hcache_backend.tiers.shared_backend import SharedBackend, make_backend
@@ -61,7 +63,7 @@ def bootstrap(runner: Any) -> None:
     or_stop(lambda: _check_groups(runner, args, config))
     warn_of_single_tokens(runtime)
     if extra is not None:
-        or_stop(lambda: check_preemption(args))
+        or_stop(lambda: check_arguments(args))
         runtime.store = or_stop(lambda: open_store(config, runtime.writer))
     elif config.shared is not None and (other := args.hicache_storage_backend) is not None:
         why = f"it needs the page store of this package, and --hicache-storage-backend is {other}"
@@ -86,6 +88,7 @@ def bootstrap(runner: Any) -> None:
         runtime.use_plain_pages(f"{own}, and {untold}; it only writes L3")
         return
     hooks.notice_uses()
+    _wait_for_loads(runtime)
     plain = unnoticed or unsupported_reason()
     if may_be("prefill", runner.server_args):
         plain = hooks.install(hooks.PREFILL_SERVER) or plain
@@ -195,8 +198,14 @@ def publishes_events() -> bool:
     return missing is None and is_kv_publisher_rank(wanted)
 
 
-def check_preemption(args: Any) -> None:
-    """Raise ConfigError if SGLang loses preempted requests when there is an L3."""
+def check_arguments(args: Any) -> None:
+    """Raise ConfigError for arguments with which no server may have an L3. SGLang asks some of them
+    at its start only, when an L3 may not have been named yet."""
+    if getattr(args, "enable_kv_cache_sharding", False):
+        raise ConfigError(
+            "hcache: --enable-kv-cache-sharding: each rank's pool has a part of every page, and an "
+            "L3 reads and writes whole pages; start the server without it"
+        )
     preempts = args.enable_priority_scheduling and not args.disable_priority_preemption
     if preempts and is_first():
         raise ConfigError(
@@ -265,7 +274,7 @@ def _join_here(storage_config: HiCacheStorageConfig, opened: ExitStack) -> Joine
 def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
     """Options of an attach over the server's. Raises ConfigError if one is wrong or fixed."""
     options.check_extra_config(extra)
-    check_preemption(resolved(runtime.runner.server_args))
+    check_arguments(resolved(runtime.runner.server_args))
     asked_for = extra.get("hcache")
     config = options.parse_config(asked_for, "hcache", runtime.config)
     started = runtime.config or HCacheConfig()
@@ -293,8 +302,8 @@ def _check_late_start(runtime: Runtime) -> None:
     """Raise ConfigError if pages of a server started without us would mix with others."""
     args = resolved(runtime.runner.server_args)
     flag = None
-    if runtime.weights is None and args.enable_dp_attention:
-        flag = "--enable-dp-attention"  # a data-parallel group attaches alone, without its weights
+    if runtime.weights is None and attention_groups(args) > 1:
+        flag = "--attn-dp-size"  # a data-parallel group attaches alone, without its weights
     elif serves_adapters(args):
         flag = "--enable-lora"  # pages in L1 and L2 have keys that other requests may have, too
     if flag is not None:
@@ -302,6 +311,14 @@ def _check_late_start(runtime: Runtime) -> None:
     if missing := hooks.install(hooks.WEIGHTS):
         raise ConfigError(f"hcache: {missing}; weight updates could not be noticed")
     hooks.notice_uses()
+    _wait_for_loads(runtime)
+
+
+def _wait_for_loads(runtime: Runtime) -> None:
+    """Let full prefill graphs wait for the K and V that they read; otherwise L3 is off."""
+    if runtime.runner.device != "cpu" and records_whole_prefills():
+        if (missing := hooks.install(hooks.WHOLE_GRAPHS)) is not None:
+            runtime.cannot_restore(f"full prefill graphs do not wait for loads: {missing}")
 
 
 def _agree(

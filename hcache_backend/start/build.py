@@ -50,7 +50,12 @@ from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
 from hcache_backend.sglang import hooks, passes
 from hcache_backend.sglang.allocator import ReservablePages
-from hcache_backend.sglang.arguments import drafted_tokens, packed_drafts, storage_extra_config
+from hcache_backend.sglang.arguments import (
+    attention_groups,
+    drafted_tokens,
+    packed_drafts,
+    storage_extra_config,
+)
 from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.sglang.groups import attention_ranks, new_stage_group
 from hcache_backend.sglang.hook_registry import Hook, install
@@ -230,7 +235,7 @@ class Start:
         """The exchange of latents, of which each of ``ranks`` keeps a part; None: all keep whole
         pages, also with data-parallel attention, whose groups run the model at their own times."""
         kvcache = self._kvcache
-        if ranks == 1 or self.server.args.enable_dp_attention:
+        if ranks == 1 or attention_groups(self.server.args) > 1:
             return None
         self.step(refuse, OWN_PAGES, self.server, install(hooks.EXCHANGE))
         slots = self.step(self._written)
@@ -315,7 +320,7 @@ class Start:
         runtime.unused.pop(RECOMPUTATION, None)
         if plan.kv.by_header:
             known = f"codec {plan.kv.codec!r} divides each page itself"
-        elif refusal(EAGER, self.server) is not None:
+        elif refusal(EAGER, replace(self.server, exchanges=plan.exchange is not None)) is not None:
             return None  # on every rank of every stage
         try:
             self.step(refuse, RECOMPUTATION, self.server, known)
@@ -399,7 +404,7 @@ def build_stack(
     hidden, order = plan.codec is not None, None
     if ranks.world_size > 1 and (hidden or plan.exchange is not None):
         order = runtime.forwards.order = CollectiveOrder(device)
-    reason = refusal(EAGER, Server(runtime, kvcache, allocator, hidden))
+    reason = refusal(EAGER, Server(runtime, kvcache, allocator, exchanges=order is not None))
     if reason is not None:
         runtime.unused[EAGER] = reason
     runtime.eager = reason is None

@@ -20,6 +20,7 @@ from hcache_backend.projection.paged_pool import full_attention, holds_latents, 
 from hcache_backend.ranks import Refused
 from hcache_backend.sglang.arguments import (
     NO_REQUEST,
+    attention_groups,
     drafts_trees,
     may_be,
     packed_drafts,
@@ -29,6 +30,7 @@ from hcache_backend.sglang.arguments import (
 from hcache_backend.sglang.runtime import JUDGING, Runtime
 
 _DRAFTING = ("EAGLE", "EAGLE3", "NGRAM", "STANDALONE")  # drafts have a pool of their own, if any
+_WHOLE_STEPS = ("enable_nvidia_megakernel", "enable_amd_monokernel")  # from 0.5.23 on
 _WAITING = ("flashinfer", "torch_native", "flex_attention")  # they copy from the GPU and wait
 
 
@@ -39,7 +41,7 @@ class Server:
     runtime: Runtime
     pool: Any = None  # SGLang's KV pool, ...
     allocator: Any = None  # ...and the allocator of its pages, if known
-    hidden: bool = False  # pages hold hidden states
+    exchanges: bool = False  # restores have collectives between ranks
     config: HCacheConfig | None = None
 
     @property
@@ -47,8 +49,16 @@ class Server:
         return resolved(self.runtime.runner.server_args)
 
     @property
+    def other_device(self) -> str | None:
+        """A device that is neither a CPU nor one of CUDA; ROCm calls its own ``cuda``."""
+        kind = str(self.pool.device).partition(":")[0]
+        if kind == "cuda" and torch.version.hip:
+            return "ROCm"
+        return kind if kind not in ("cpu", "cuda") else None
+
+    @property
     def on_gpu(self) -> bool:
-        return torch.device(self.pool.device).type != "cpu"
+        return str(self.pool.device) != "cpu"
 
     @property
     def algorithm(self) -> Any:
@@ -98,8 +108,16 @@ _HYBRID = Need(
     lambda s: s.hybrid,
     "only the full-attention layers of a hybrid model have pages of their own")
 _MODULES = (  # rules out all that calls or hooks the model's modules
-    Need("`--enable-dp-attention`", lambda s: s.args.enable_dp_attention,
+    Need("data-parallel attention (`--attn-dp-size`, `--enable-dp-attention`)",
+         lambda s: attention_groups(s.args) > 1,
          "data-parallel attention: ranks without requests would have to take part"),
+    Need("`--enable-deterministic-inference`",
+         lambda s: s.args.enable_deterministic_inference,
+         "--enable-deterministic-inference promises sums in one order, and another kernel has "
+         "another order"),
+    Need("`--enable-nvidia-megakernel`, `--enable-amd-monokernel`",
+         lambda s: any(getattr(s.args, name, False) for name in _WHOLE_STEPS),
+         "one kernel computes a whole decode step and calls no module"),
     Need("LoRA", lambda s: serves_adapters(s.args),
          "LoRA adapters change the projection per request"),
     Need("`--enable-two-batch-overlap`", lambda s: s.args.enable_two_batch_overlap,
@@ -110,12 +128,15 @@ _MODULES = (  # rules out all that calls or hooks the model's modules
          lambda s: s.on_gpu and _compiled(s.args),
          "compiled forward passes (torch.compile, tc_piecewise graphs) run without our hooks"),
     Need("on CUDA `--cuda-graph-backend-prefill full`",
-         lambda s: s.on_gpu and _graphs().prefill.backend == "full",
+         lambda s: s.on_gpu and records_whole_prefills(),
          "full prefill graphs read K and V without waiting for the layers of a restore "
          "(--cuda-graph-backend-prefill breakable waits)"),
 )
 CAPABILITIES: dict[str, tuple[Need, ...]] = {
     OWN_PAGES: (
+        Need("devices other than CPU and CUDA (ROCm, XPU, NPU, MUSA)",
+             lambda s: s.other_device,
+             "the device is {}, and own pages are for CUDA and CPU"),
         Need("other ways to draft than " + ", ".join(f"`{name}`" for name in _DRAFTING),
              lambda s: s.algorithm if s.algorithm not in (None, *_DRAFTING) else None,
              f"speculative decoding by {{}}, not by {', '.join(_DRAFTING)}"),
@@ -181,7 +202,7 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
         Need("pipeline stages", lambda s: s.args.pp_size > 1, "pipeline stages are not supported"),
         _BUFFER_ONLY,
         Need("hidden states and latents on several tensor-parallel GPUs",
-             lambda s: (s.hidden or holds_latents(s.pool)) and s.args.tp_size > 1 and s.on_gpu,
+             lambda s: s.exchanges and s.on_gpu,
              "ranks would exchange shards while a batch runs, and forward passes wait for that"),
         Need("other allocators of device pages than SGLang's paged one",
              lambda s: s.allocator is not None and _other_allocator(s.allocator),
@@ -240,6 +261,11 @@ def graphs_are_off() -> bool:
     from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 
     return bool(cuda_graph_fully_disabled())
+
+
+def records_whole_prefills() -> bool:
+    """True if a prefill is one CUDA graph."""
+    return bool(_graphs().prefill.backend == "full")
 
 
 def _compiled(args: Any) -> bool:

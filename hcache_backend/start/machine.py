@@ -49,8 +49,8 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
 
     config, args = runtime.config, resolved(runtime.runner.server_args)
     assert config is not None and runtime.weights is not None
-    layers, ranks, size = int(kvcache.layer_num), int(args.tp_size), int(kvcache.size)
-    eager = refusal(EAGER, Server(runtime, kvcache, hidden=True)) is None
+    layers, ranks, size = int(kvcache.layer_num), ranks_of_a_request(args), int(kvcache.size)
+    eager = refusal(EAGER, Server(runtime, kvcache, exchanges=ranks > 1)) is None
     row_bytes = page_plan.wanted_codec(runtime, runtime.runner).row_bytes
     kv_share = page_plan.encoded_share(runtime, kvcache, int(args.pp_size))
     stages, stage = get_pp_group(), attention_ranks()
@@ -273,7 +273,8 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
     the ranks that attach together measures. None: this machine or model has none."""
     from sglang.srt.distributed import parallel_state as state
 
-    ranks, methods = ranks_of_a_request(runtime.runner.server_args), runtime.layer_methods
+    ranks = ranks_of_a_request(resolved(runtime.runner.server_args))
+    methods = runtime.layer_methods
     if methods is not None and methods.profile is not None and methods.shape is not None:
         return replace(methods, ranks=ranks, eager=runtime.eager)
     measured: tuple[Profile, ModelShape] | None = None

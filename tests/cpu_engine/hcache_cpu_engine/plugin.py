@@ -155,8 +155,22 @@ def _ignore_pin_memory() -> None:
 
 
 def _ignore_waits_for_cuda() -> None:
-    """Draft models that share the head of the model wait for the device unconditionally."""
+    """Draft models that share the head of the model wait for the device unconditionally, and from
+    SGLang 0.5.23 on prefill servers record an event of CUDA's behind each chunk that they send."""
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *args, **kwargs: None
+    torch.cuda.current_stream = lambda *args, **kwargs: None
+    torch.cuda.Event = DoneEvent
+
+
+class DoneEvent:
+    """A CPU has done its work when it returns, so an event behind it has always happened."""
+
+    def __init__(self, **_options: Any) -> None: ...
+    def record(self, stream: object = None) -> None: ...
+    def wait(self, stream: object = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
 
 
 def _unpinned(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

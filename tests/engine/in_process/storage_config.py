@@ -81,7 +81,7 @@ def server_args(**changes: Any) -> Any:
         "enable_pd_role_switch": False,
         "enable_priority_scheduling": False,
         "disable_priority_preemption": False,
-        "enable_dp_attention": False,
+        "enable_deterministic_inference": False,
         "enable_lora": False,
         "lora_paths": None,
         "speculative_algorithm": None,
@@ -108,5 +108,6 @@ def unconfigured_runtime() -> Runtime:
         dtype=torch.bfloat16,
         kv_cache_dtype=torch.bfloat16,
         server_args=server_args(),
+        device="cpu",
     )
     return Runtime(runner, weights=Weights(b"w" * 16))

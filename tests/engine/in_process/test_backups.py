@@ -43,7 +43,9 @@ class Pages:
         self.depth = machine.arena.depth
         self.device_pool = SimpleNamespace(device="cpu")
 
-    def allocate(self, device_indices: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
+    def allocate(
+        self, device_indices: torch.Tensor, *_: Any, **_named: Any
+    ) -> tuple[torch.Tensor, None]:
         first, self.given = self.given, self.given + len(device_indices)
         return torch.arange(first, self.given), None
 

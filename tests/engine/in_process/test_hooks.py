@@ -29,6 +29,7 @@ from hcache_backend.sglang import (
     groups,
     hook_registry,
     hooks,
+    model_runner,
     radix_cache,
     scheduler,
     storage_threads,
@@ -38,7 +39,7 @@ from hcache_backend.sglang.disaggregation import SEND_PREFIX
 from hcache_backend.sglang.hook_registry import Hook, OnError, hooks_on, install
 from hcache_backend.sglang.model_runner import ATTENTION, RESET
 from hcache_backend.sglang.runtime import Runtime, Weights, current
-from hcache_backend.start import attach
+from hcache_backend.start import attach, capabilities
 from hcache_backend.start.attach import bootstrap
 from hcache_backend.start.build import GRAPH_HOOKS
 from tests.engine.in_process.storage_config import server_args
@@ -47,7 +48,7 @@ from tests.engine.in_process.storage_config import server_args
 def every_hook() -> list[Hook]:
     always = [*hooks.OWN_PAGES, *hooks.WEIGHTS, *hooks.USES]
     always += [*hooks.PREFILL_SERVER, *hooks.DECODE_SERVER]
-    always += [*hooks.HITS, *hooks.ADAPTERS, *hooks.LATE_WEIGHTS]
+    always += [*hooks.HITS, *hooks.ADAPTERS, *hooks.LATE_WEIGHTS, *hooks.WHOLE_GRAPHS]
     return [*always, *hooks.HIDDEN, *hooks.RECOMPUTE[1:], *GRAPH_HOOKS]
 
 
@@ -215,7 +216,7 @@ def test_versions() -> None:
 def runner(**arguments: Any) -> Any:
     """A ModelRunner as far as the bootstrap hook looks at it."""
     args = server_args(page_size=64, **arguments)
-    return SimpleNamespace(server_args=args, model=torch.nn.Linear(2, 2))
+    return SimpleNamespace(server_args=args, model=torch.nn.Linear(2, 2), device="cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -270,6 +271,46 @@ def test_what_could_not_be_told_apart_means_no_l3_at_all(
     assert weights is not None and said in str(weights.suspended)
     current().caches_were_flushed()
     assert current().weights == weights
+
+
+@pytest.mark.parametrize(("full", "waits"), [(True, [3]), (False, [])])
+def test_a_prefill_of_one_graph_waits_for_all_layers_of_a_load(
+    full: bool, waits: list[int], active: Any
+) -> None:
+    """Otherwise it would read K and V that are not there: a replay calls no pool, whose waits are
+    by layer. The wait comes before SGLang does anything for the replay."""
+    done: list[Any] = []
+    counter = SimpleNamespace(num_layers=4, wait_until=done.append)
+    pool = SimpleNamespace(layer_transfer_counter=counter)
+    graphs = SimpleNamespace(
+        _is_full_backend=full, model_runner=SimpleNamespace(token_to_kv_pool=pool)
+    )
+    around = hook_registry.guarded(model_runner.REPLAY)
+    assert around(lambda *given: done.append("replay") or given, graphs, 1) == (graphs, 1)
+    pool.layer_transfer_counter = None  # no HiCache
+    around(lambda *given: done.append("replay"), graphs, 1)
+    assert done == [*waits, "replay", "replay"]
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "hooked"),
+    [("cuda", "full", 1), ("cuda", "breakable", 0), ("cpu", "full", 0)],
+)
+def test_only_a_server_that_records_whole_prefills_has_that_wait(
+    device: str, backend: str, hooked: int, monkeypatch: MonkeyPatch
+) -> None:
+    phases = SimpleNamespace(prefill=SimpleNamespace(backend=backend))
+    monkeypatch.setattr(capabilities, "_graphs", lambda: phases)
+    started = runner()
+    started.device = device
+    bootstrap(started)
+    assert len(hooks_on(resolve_name(model_runner.REPLAY.target))) == hooked
+    gone = Hook(RESET.target + "_gone", lambda original, *given: original(*given))
+    monkeypatch.setattr(hooks, "WHOLE_GRAPHS", [gone])
+    bootstrap(started)
+    weights = current().weights
+    assert weights is not None
+    assert ("do not wait for loads" in str(weights.suspended)) is bool(hooked)
 
 
 def test_an_sglang_without_a_place_for_pools_keeps_plain_pages(monkeypatch: MonkeyPatch) -> None:
@@ -384,4 +425,10 @@ def test_preemption_is_refused_where_sglang_forgets_requests(
     )
     said = r"--enable-priority-scheduling .* 0\.5\.22 or later"
     with pytest.raises(ConfigError, match=said) if refused else nullcontext():
-        attach.check_preemption(args)
+        attach.check_arguments(args)
+
+
+def test_pools_that_hold_parts_of_pages_get_no_l3() -> None:
+    """SGLang asks it at its start, and not at an attach."""
+    with pytest.raises(ConfigError, match="--enable-kv-cache-sharding: .* start the server without"):
+        attach.check_arguments(SimpleNamespace(enable_kv_cache_sharding=True))

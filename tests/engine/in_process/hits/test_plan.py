@@ -53,7 +53,8 @@ def gate_takes(plan: PartitionPlan) -> bool:
     runtime.config = HCacheConfig(restore=plan.restore)
     if plan.model.latent:
         pool.kv_lora_rank = plan.model.latent.rank
-    refused = refusal(EAGER, Server(runtime, pool, hidden=bool(plan.stored.hidden)))
+    exchanges = plan.tp > 1 and bool(plan.stored.hidden or plan.model.latent)
+    refused = refusal(EAGER, Server(runtime, pool, exchanges=exchanges))
     machine = Restore(plan.profile, plan.model, plan.stored, plan.tp, eager=refused is None)
     gate = Gate(machine, CONFIG.min_gain)
     gate._probes[0].last_read = 100.0  # none is due

@@ -18,18 +18,23 @@ NOT_HIDDEN = r"'hidden' but this server runs in kv mode \({}"
 
 
 @pytest.mark.parametrize(
-    ("argument", "option"),
+    ("arguments", "option"),
     [
-        ("enable_dp_attention", "--enable-dp-attention"),
+        ({"attn_dp_size": 2}, "--attn-dp-size"),
+        ({"enable_dp_attention": True, "dp_size": 2}, "--attn-dp-size"),
         # Keys of what it has in memory do not tell adapters from requests that name them.
-        ("enable_lora", "--enable-lora"),
+        ({"enable_lora": True}, "--enable-lora"),
     ],
 )
 def test_a_plain_server_of_a_kind_has_to_be_started_for_us(
-    argument: str, option: str, tmp_path: Path, runtime: Runtime, monkeypatch: MonkeyPatch
+    arguments: dict[str, Any],
+    option: str,
+    tmp_path: Path,
+    runtime: Runtime,
+    monkeypatch: MonkeyPatch,
 ) -> None:
     runtime.config, runtime.store, runtime.weights = None, None, None
-    setattr(runtime.runner.server_args, argument, True)
+    vars(runtime.runner.server_args).update(arguments)
     monkeypatch.setattr("hcache_backend.start.attach.resolved", lambda args: args)
     with pytest.raises(ConfigError, match=f"HCACHE_ENABLE=1; with {option} it has to"):
         HCacheStorage(storage_config(tmp_path))

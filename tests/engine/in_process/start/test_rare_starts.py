@@ -25,6 +25,7 @@ from hcache_backend.ranks import Refused, all_or_none
 from hcache_backend.sglang import compat, hook_registry, hooks, passes
 from hcache_backend.start import attach, build, capabilities, machine, page_plan
 from tests.engine.in_process.start.servers import server
+from tests.engine.in_process.storage_config import server_args
 from tests.unit.partition.pipelines import public_model
 
 
@@ -404,8 +405,8 @@ def test_which_servers_judge_hits(
 def test_a_measured_partition_knows_the_machine(runtime: Any, monkeypatch: MonkeyPatch) -> None:
     profile, shape = preset_profile("h100", 1), public_model("gpt2")
     runtime.layer_methods = Restore(profile, shape, Partition(0, 12, 0))
-    runtime.runner = SimpleNamespace(server_args=None)
-    monkeypatch.setattr(machine, "ranks_of_a_request", lambda args: 2)
+    runtime.runner = SimpleNamespace(server_args=server_args(tp_size=2))
+    monkeypatch.setattr(machine, "resolved", lambda args: args)
     known = machine._machine(runtime, HCacheConfig())
     assert known == replace(runtime.layer_methods, ranks=2, eager=runtime.eager)
 
@@ -435,7 +436,7 @@ def test_a_trace_that_cannot_be_made_stops_the_server(
 def test_a_server_whose_weight_updates_go_unnoticed_cannot_be_joined(
     runtime: Any, a_hook_is_missing: None, monkeypatch: MonkeyPatch
 ) -> None:
-    runtime.runner = SimpleNamespace(server_args=SimpleNamespace(enable_dp_attention=False))
+    runtime.runner = SimpleNamespace(server_args=SimpleNamespace())
     monkeypatch.setattr(attach, "resolved", lambda args: args)
     monkeypatch.setattr(attach, "serves_adapters", lambda args: False)
     with pytest.raises(ConfigError, match="a hook is missing; weight updates could not be noticed"):

@@ -108,7 +108,15 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     # [pages, heads, page_size, head_dim]: slots are no rows
     ({"pool.k_buffer": [torch.empty(1, 1, 1, 1)]}, (OWN_PAGES,), "[slots, heads, head_dim]"),
     (LATENTS, (HIDDEN,), "latents of MLA are smaller than hidden states"),
-    ({"enable_dp_attention": True}, MODULES, "data-parallel attention"),
+    ({"enable_dp_attention": True, "dp_size": 2}, MODULES, "data-parallel attention"),
+    ({"attn_dp_size": 2}, MODULES, "data-parallel attention"),
+    ({"dp_size": 2}, (), ""),  # replicas
+    ({"enable_deterministic_inference": True}, MODULES, "sums in one order"),
+    ({"enable_nvidia_megakernel": True}, MODULES, "a whole decode step"),
+    ({"enable_amd_monokernel": True}, MODULES, "a whole decode step"),
+    ({"hip": "6.4"}, (OWN_PAGES,), "the device is ROCm"),
+    ({"pool.device": "xpu"}, (OWN_PAGES,), "the device is xpu"),
+    ({"pool.device": "npu", "graphs": "full"}, (OWN_PAGES, *MODULES), ""),
     ({"enable_lora": True}, MODULES, "LoRA adapters"),
     ({"enable_two_batch_overlap": True}, MODULES, "two-batch overlap"),
     ({"model.model_is_mrope": True}, MODULES, "positions of several dimensions"),
@@ -127,9 +135,9 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({"restore": "layerwise"}, (EAGER,), "option 'restore'"),
     ({"pp_size": 2}, (EAGER,), "not supported"),
     ({"hicache_host_memory_mode": "buffer_only"}, (EAGER, JUDGING), "may go while it runs"),
-    ({"tp_size": 2}, (EAGER,), "ranks would exchange shards"),
-    ({"tp_size": 2, "pool.device": "cpu"}, (), ""),
-    ({"tp_size": 8, "hidden": False}, (), ""),
+    ({"exchanges": True}, (EAGER,), "ranks would exchange shards"),
+    ({"exchanges": True, "pool.device": "cpu"}, (), ""),
+    ({"tp_size": 8}, (), ""),
     ({"allocator": PagedTokenToKVPoolAllocator}, (), ""),
     ({"allocator": OtherAllocator}, (EAGER,), "managed by a OtherAllocator"),
     (
@@ -147,7 +155,7 @@ def refusals(changes: dict[str, Any], patch: MonkeyPatch) -> dict[str, str]:
     phases = SimpleNamespace(
         decode=SimpleNamespace(backend="full"), prefill=SimpleNamespace(backend="breakable")
     )
-    runner, asked = runtime.runner, Server(runtime, pool, hidden=True)
+    runner, asked = runtime.runner, Server(runtime, pool)
     for name, value in changes.items():
         where, _, field = name.rpartition(".")
         if name in HCacheConfig.model_fields:
@@ -156,8 +164,10 @@ def refusals(changes: dict[str, Any], patch: MonkeyPatch) -> dict[str, str]:
             asked = replace(asked, allocator=object.__new__(value))
         elif name == "version":
             patch.delattr(PagedTokenToKVPoolAllocator, "_release_page_ids")
-        elif name == "hidden":
-            asked = replace(asked, hidden=value)
+        elif name == "exchanges":
+            asked = replace(asked, exchanges=value)
+        elif name == "hip":
+            patch.setattr(torch.version, "hip", value)
         elif name == "graphs":
             phases.prefill.backend = value
         elif name == "backend":
