@@ -23,7 +23,7 @@ class Source:
 
     def __init__(self, root: Path, version: str) -> None:
         self.version = version
-        self._root = root
+        self.root = root
         self._modules: dict[str, ast.Module | None] = {}
         self._names: dict[str, dict[str, ast.stmt]] = {}
         self._attributes: dict[Definition, set[str]] = {}
@@ -73,7 +73,7 @@ class Source:
 
     def attributes_in(self, package: Definition) -> set[str]:
         """Attributes of every class in a module, or in the modules of a package."""
-        files = self._root.joinpath(*package.module.split(".")).glob("*.py")
+        files = self.root.joinpath(*package.module.split(".")).glob("*.py")
         modules = [f"{package.module}.{path.stem}" for path in files] or [package.module]
         return {
             name
@@ -106,11 +106,11 @@ class Source:
         return {name for name in names if _is(self.method(cls, name), "abstractmethod")}
 
     def text(self, path: str) -> str:
-        return (self._root / path).read_text()
+        return (self.root / path).read_text()
 
     def calls(self, method: str, folder: str) -> bool:
         """Whether the code below ``folder`` calls a method of that name on anything."""
-        files = self._root.joinpath(folder).rglob("*.py")
+        files = self.root.joinpath(folder).rglob("*.py")
         return any(f".{method}(" in file.read_text() for file in files)
 
     # ---- internals ----
@@ -123,7 +123,7 @@ class Source:
 
     def _module(self, dotted: str) -> ast.Module | None:
         if dotted not in self._modules:
-            path = self._root.joinpath(*dotted.split("."))
+            path = self.root.joinpath(*dotted.split("."))
             file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
             known = file.is_file() or path.is_dir()
             text = file.read_text() if file.is_file() else ""
@@ -168,7 +168,7 @@ class Source:
         return None
 
     def _absolute(self, module: str, statement: ast.ImportFrom) -> str:
-        is_package = self._root.joinpath(*module.split(".")).is_dir()
+        is_package = self.root.joinpath(*module.split(".")).is_dir()
         package = module if is_package else module.rpartition(".")[0]
         return resolve_name("." * statement.level + (statement.module or ""), package)
 

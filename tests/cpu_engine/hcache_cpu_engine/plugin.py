@@ -21,6 +21,7 @@ def activate() -> None:
     _unpin_host_pools()
     _ignore_pin_memory()
     _ignore_waits_for_cuda()
+    _go_without_nccl()
     _hook_without_a_search_of_all_modules()
     if os.environ.get("HCACHE_CPU_ENGINE_FORK") == "1":
         _fork_instead_of_spawn()
@@ -160,6 +161,16 @@ def _ignore_waits_for_cuda() -> None:
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *args, **kwargs: None
     torch.cuda.current_stream = lambda *args, **kwargs: None
     torch.cuda.Event = DoneEvent
+
+
+def _go_without_nccl() -> None:
+    """The torch that SGLang pins brings NCCL, and SGLang opens it for a second rank, GPU or not."""
+    from sglang.srt.distributed.device_communicators import pynccl
+
+    def missing(path: str | None = None) -> None:
+        raise OSError("no NCCL without a GPU")
+
+    pynccl.NCCLLibrary = missing
 
 
 class DoneEvent:
