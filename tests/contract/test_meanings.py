@@ -1,7 +1,7 @@
 """Arguments mean to us what they mean to SGLang, in every supported version.
 
-A name that stays can get another meaning in SGLang's resolution of its arguments: contracts of names
-do not see that. So each command line is resolved by the version itself.
+A name that stays can get another meaning in SGLang's resolution of its arguments, which contracts of
+names do not see. So each command line is resolved by the version itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest

@@ -430,5 +430,7 @@ def test_preemption_is_refused_where_sglang_forgets_requests(
 
 def test_pools_that_hold_parts_of_pages_get_no_l3() -> None:
     """SGLang asks it at its start, and not at an attach."""
-    with pytest.raises(ConfigError, match="--enable-kv-cache-sharding: .* start the server without"):
+    with pytest.raises(
+        ConfigError, match="--enable-kv-cache-sharding: .* start the server without"
+    ):
         attach.check_arguments(SimpleNamespace(enable_kv_cache_sharding=True))
