@@ -3,7 +3,7 @@
     python -m tests.contract.meanings MODEL < COMMAND_LINES > ANSWERS
 
 COMMAND_LINES and ANSWERS are lists in JSON. It runs in the environment of the CPU engine, with the
-SGLang that is imported there, and starts no server. SGLang resolves arguments for a GPU without one.
+SGLang that is imported there, and starts no server. Arguments for a GPU are resolved without one.
 """
 
 from __future__ import annotations
