@@ -71,7 +71,7 @@ def published(given: Any) -> Iterator[None]:
 
 def storage_config(args: Any) -> Any:
     """What SGLang tells our backend of its ranks."""
-    controller = object.__new__(OwnPagesController)
+    controller: Any = object.__new__(OwnPagesController)
     vars(controller).update(
         mem_pool_host=SimpleNamespace(layout="page_first"),
         mem_pool_device=None,

@@ -63,7 +63,7 @@ class Row:
     talk: tuple[int, int, int] = (2, 3, 200)  # conversations, turns, tokens of a question
     how: dict[str, Any] = field(default_factory=dict)  # of `converse`
     restarts: bool = False  # a second server finds all of them
-    reference: str = "transformers"  # or a "server" without a cache, or "none"
+    reference: str = "transformers"  # or a "server" without a cache, its "device", or "none"
     close: float = 0.0  # otherwise: this share of the tokens are the most likely ones
     recomputes: bool = False  # fronts of hits, as metrics say
     files: int | None = None  # number of page files
@@ -137,8 +137,9 @@ def mixed(model: str, numbers: tuple[int, int, int], *said: str, **more: Any) ->
     return row(model, pages, how, *said, hcache=hcache, talk=(2, 3, 300), **more, name=name)
 
 
-HALF = {"dtype": "bfloat16"}
+HALF: dict[str, Any] = {"dtype": "bfloat16"}
 """By default with codecs exp4 and exp3, which leave 0.77 and 0.72 of the bytes."""
+EXPERTS = HALF | {"reference": "device"}
 BOTH_CODECS = "codec exp4, exp3 of K and V"
 MIXED = [
     *(mixed(model, numbers) for model in ("llama", "qwen3") for numbers in PARTITIONS),
@@ -197,8 +198,8 @@ CLASSES = [
     row("deepseek", "own", LATENTS, **AGAIN),
     row("deepseek", "own", LATENTS, **TWO_RANKS),
     *(row(name, "own", LATENTS, **AGAIN, **BY_SERVER) for name in ("deepseek_v2", "glm4_moe_lite")),
-    row("deepseek", "own", LATENTS, "codec exp4", **HALF, hcache=AUTO, often=True),
-    row("deepseek_v2", "own", LATENTS, "codec exp4", **HALF, hcache=AUTO, tp=2, restarts=True),
+    row("deepseek", "own", LATENTS, "codec exp4", **EXPERTS, hcache=AUTO, often=True),
+    row("deepseek_v2", "own", LATENTS, "codec exp4", **EXPERTS, hcache=AUTO, tp=2, restarts=True),
     *(
         row(
             *(name, "own", LATENTS),
@@ -455,6 +456,8 @@ def assert_right(row: Row, options: ServerOptions, conversations: Iterable[Conve
     model, asked = Path(options.model), list(conversations)
     if row.close:
         assert likeliest(model, asked) >= row.close
+    elif row.reference == "device":
+        assert_as_from_the_device(options, asked)
     elif options.dtype == "bfloat16":
         assert_no_cache_output_up_to_ties(model, options.log.parent, asked)
     elif row.reference == "transformers":
@@ -468,6 +471,18 @@ def assert_right(row: Row, options: ServerOptions, conversations: Iterable[Conve
                 want = server.generate(turn.prompt, len(turn.reply.output_ids))
                 assert want.cached == CachedTokens(0, 0, 0)
                 assert_equal_tokens(turn.reply.output_ids, want.output_ids)
+
+
+def assert_as_from_the_device(options: ServerOptions, asked: Sequence[Conversation]) -> None:
+    """Replies are those of a server that has every prefix on its device. Without a cache, experts in
+    bfloat16 differ: sums of a whole prompt are rounded otherwise than those of its last part."""
+    log, of_both = options.log.with_name("device.log"), ("dtype", "page_size", "tp")
+    same = {name: getattr(options, name) for name in of_both}
+    with Server(ServerOptions(Path(options.model), log, cache="radix", **same)) as server:
+        for turn in turns_of(asked):
+            want = server.generate(turn.prompt, len(turn.reply.output_ids))
+            assert want.cached.total == turn.cached.total
+            assert_equal_tokens(turn.reply.output_ids, want.output_ids)
 
 
 @pytest.mark.parametrize("row", ROWS)
