@@ -153,6 +153,7 @@ class HCacheConfig(_Table):
     )
     # checks
     check_every_pages: int = Field(default=64, ge=0)
+    sglang: Literal["checked", "tested"] = "checked"
     # restore and recompute
     min_gain: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     restore: Literal["auto", "layerwise"] = "auto"

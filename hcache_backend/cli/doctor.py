@@ -21,10 +21,12 @@ from hcache_backend import config as options
 from hcache_backend.cli import common
 from hcache_backend.cli.common import human_bytes
 from hcache_backend.config import ConfigError, HCacheConfig
+from hcache_backend.contract import check as contract
 from hcache_backend.plan.profile import Profile
 from hcache_backend.plan.record import PartitionRecord, kept_profiles, records
 from hcache_backend.plan.restore import describe
 from hcache_backend.server_report import read_report
+from hcache_backend.sglang.compat import sglang_version, untested
 from hcache_backend.store import FileOps, is_store_folder
 from hcache_backend.store.file_ops import FOLDER, kvikio_state, probe_alignment, try_lock
 from hcache_backend.store.folder import existing_part, file_system_of, why_not
@@ -166,10 +168,7 @@ def _kvikio(config: HCacheConfig) -> Check:
 
 
 def _sglang() -> Iterator[Check]:
-    try:
-        yield Check("SGLang", "good", metadata.version("sglang"))
-    except metadata.PackageNotFoundError:
-        yield Check("SGLang", "fair", "not installed in this Python environment")
+    yield _seams()
     names = [entry.value for entry in metadata.entry_points(group="sglang.srt.plugins")]
     if ours := [name for name in names if name.startswith("hcache_backend.")]:
         yield Check("plugin", "good", f"SGLang sees {ours[0]}")
@@ -183,6 +182,21 @@ def _sglang() -> Iterator[Check]:
     if os.environ.get(options.CONFIG_VARIABLE):
         enabled += f"; {options.CONFIG_VARIABLE} is set"
     yield Check(options.ENABLE_VARIABLE, "good", enabled)
+
+
+def _seams() -> Check:
+    """Whether servers of this environment's SGLang have own pages, as far as its sources tell."""
+    try:
+        seams, problems = contract.installed()
+    except ModuleNotFoundError:
+        return Check("SGLang", "fair", "not installed in this Python environment")
+    found, tested = sglang_version(), untested()
+    if problems:
+        lacks = f"of {seams} seams {len(problems)} are missing: {'; '.join(problems)}"
+        return Check("SGLang", "fair", f"{found}: servers have plain pages; {lacks}")
+    if tested is not None:
+        return Check("SGLang", "fair", f"{tested}; all {seams} seams are there")
+    return Check("SGLang", "good", f"{found}: tested; all {seams} seams are there")
 
 
 def config(

@@ -1,4 +1,4 @@
-"""All that differs between the supported versions of SGLang."""
+"""All that differs between the supported versions of SGLang, and which these are."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ def sglang_version() -> str:
         return "unknown"
 
 
-def unsupported_reason(text: str | None = None) -> str | None:
-    """Reason why the SGLang ``text`` (default: the installed one) is not supported, or None."""
+def untested(text: str | None = None) -> str | None:
+    """How the SGLang ``text`` (default: the installed one) differs from tested ones, or None."""
     text = sglang_version() if text is None else text
-    if _number(text) in SUPPORTED:
+    number, tested = _number(text), [_number(known) for known in SUPPORTED]
+    if number in tested:
         return None
-    return f"SGLang {text} is not one of the supported versions {SUPPORTED[0]} to {SUPPORTED[-1]}"
+    age = "newer" if number > tested[-1] else "older" if number else "of another kind"
+    return f"SGLang {text} is {age} than the tested ones, {SUPPORTED[0]} to {SUPPORTED[-1]}"
 
 
 def is_first() -> bool:
     """True for 0.5.21: its Mooncake transfer does not wait, and preempted requests leave locks."""
-    return _number(sglang_version()) == SUPPORTED[0]
+    return _number(sglang_version()) == _number(SUPPORTED[0])
 
 
-def _number(text: str) -> str:
-    match = re.match(r"\d+\.\d+\.\d+", text)
-    return match.group() if match is not None else ""
+def _number(text: str) -> tuple[int, ...]:
+    """Empty for a version that has no number."""
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
+    return tuple(map(int, match.groups())) if match is not None else ()
 
 
 def known_arguments(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:

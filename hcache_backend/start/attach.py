@@ -17,6 +17,7 @@ from sglang.srt.runtime_context import get_memory
 
 from hcache_backend import config as options
 from hcache_backend.config import ConfigError, HCacheConfig
+from hcache_backend.contract import check as contract
 from hcache_backend.metrics import logger
 from hcache_backend.plan.record import save_record
 from hcache_backend.server_report import write_report
@@ -31,7 +32,7 @@ from hcache_backend.sglang.arguments import (
     serves_adapters,
     storage_extra_config,
 )
-from hcache_backend.sglang.compat import SUPPORTED, is_first, unsupported_reason
+from hcache_backend.sglang.compat import SUPPORTED, is_first, untested
 from hcache_backend.sglang.groups import attention_ranks, or_stop, said_by_all_ranks
 from hcache_backend.sglang.runtime import Runtime, current, remember
 from hcache_backend.start.capabilities import records_whole_prefills
@@ -89,7 +90,7 @@ def bootstrap(runner: Any) -> None:
         return
     hooks.notice_uses()
     _wait_for_loads(runtime)
-    plain = unnoticed or unsupported_reason()
+    plain = unnoticed or _missing_seams(config)
     if may_be("prefill", runner.server_args):
         plain = hooks.install(hooks.PREFILL_SERVER) or plain
     if plain is None and config.mode == "plain":
@@ -110,6 +111,23 @@ def bootstrap(runner: Any) -> None:
         if no_hidden is None and (no_graphs := hooks.install(GRAPH_HOOKS)) is not None:
             logger.debug("hcache: %s", no_graphs)  # hidden mode reports it if graphs are recorded
     register_stack_strategy(OwnPagesStrategy(runtime, plain, no_hidden))  # before SGLang's own
+
+
+def _missing_seams(config: HCacheConfig) -> str | None:
+    """Why pages are plain with this SGLang: it is not a tested one, and a seam is not as in these,
+    or nobody wants to try. None: its self-checks decide, as with a tested one."""
+    if (other := untested()) is None:
+        return None
+    if config.sglang == "tested":
+        return f"{other}, and option 'sglang' is 'tested'"
+    try:
+        seams, problems = contract.installed()
+    except Exception as error:
+        return f"{other}, and its sources could not be read: {error!r}"
+    if problems:
+        return f"{other}, and of {seams} seams {len(problems)} are missing: {'; '.join(problems)}"
+    logger.warning("hcache: %s; all %d seams are there", other, seams)
+    return None
 
 
 def note_draft(runner: Any) -> None:
@@ -316,9 +334,9 @@ def _check_late_start(runtime: Runtime) -> None:
 
 def _wait_for_loads(runtime: Runtime) -> None:
     """Let full prefill graphs wait for the K and V that they read; otherwise L3 is off."""
-    if runtime.runner.device != "cpu" and records_whole_prefills():
-        if (missing := hooks.install(hooks.WHOLE_GRAPHS)) is not None:
-            runtime.cannot_restore(f"full prefill graphs do not wait for loads: {missing}")
+    whole = runtime.runner.device != "cpu" and records_whole_prefills()
+    if whole and (missing := hooks.install(hooks.WHOLE_GRAPHS)) is not None:
+        runtime.cannot_restore(f"full prefill graphs do not wait for loads: {missing}")
 
 
 def _agree(

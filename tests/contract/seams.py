@@ -77,7 +77,7 @@ NOT_OBJECTS = {
     "_", "kv",
     "components", "hash_values", "host_indices", "device_indices", "token_ids", "host_pool",
     "host_pool_name", "mem_pool_host", "adapter", "model", "own", "stages", "ranks",
-    "q", "k", "v", "key_value_num_tokens", "kind",
+    "q", "k", "v", "key_value_num_tokens", "kind", "graphs",
     "kv_pool", "runtime", "pool", "pages", "place", "layout", "plan", "weights", "device",
     "event", "node", "other", "receipt", "retries", "slots", "ids", "extra_key", "cache_salt",
     "app", "allocator", "target_location", "target_locations", "target_sizes",
@@ -130,5 +130,39 @@ CALLED_BY_SGLANG = {
 }
 """Methods that no base class has and SGLang calls."""
 
-ONE_OF = (("Req.set_extend_range", "Req.extend_end"), ("Req.prefix_indices", "Req.prefix_len"))
+_CONTROLLER = _CACHE + "hybrid_cache.hybrid_cache_controller.HybridCacheController."
+_BASE = "sglang.srt.managers.cache_controller.HiCacheController."
+_TREE = _CACHE + "unified_radix_cache.UnifiedRadixCache."
+_STORAGE = _CACHE + "hicache_storage.HiCacheStorage."
+RESULTS: dict[str, tuple[str, ...]] = {
+    _CONTROLLER + "_move_pool_indices": ("tuple[torch.Tensor, torch.Tensor]",),
+    _CONTROLLER + "_page_transfer": ("bool",),
+    _CONTROLLER + "_storage_hit_query": ("tuple[list[str], int]",),
+    _CONTROLLER + "load": ("Optional[torch.Tensor]",),
+    _CONTROLLER + "prefetch": ("PrefetchOperation",),
+    _CONTROLLER + "write": ("Optional[torch.Tensor]",),
+    _CONTROLLER + "write_storage": ("int",),
+    _BASE + "_generic_page_get": ("int",),
+    _BASE + "_page_get_zero_copy": ("int",),
+    _BASE + "_page_transfer_kv_batch": ("int",),
+    _TREE + "init_load_back": (
+        "Optional[tuple[int, NodeId]]",
+        "Optional[tuple[torch.Tensor, NodeId]]",  # 0.5.21
+    ),
+    _TREE + "prefetch_from_storage": ("Optional[bool]",),
+    _STORAGE + "batch_exists": ("int",),
+    _STORAGE + "batch_exists_v2": ("PoolTransferResult",),
+    _STORAGE + "batch_get_v1": ("List[bool]",),
+    _STORAGE + "batch_get_v2": ("dict[str, List[bool]]",),
+    _STORAGE + "batch_set_v1": ("List[bool]",),
+    _STORAGE + "batch_set_v2": ("dict[str, List[bool]]",),
+    "sglang.srt.model_executor.model_runner.ModelRunner.forward": ("ModelRunnerOutput",),
+}
+"""What is returned, by the annotation, if a hook or override of ours reads it or makes it."""
+
+_REQUEST = "sglang.srt.managers.schedule_batch.Req."
+ONE_OF = (
+    (_REQUEST + "set_extend_range", _REQUEST + "extend_end"),
+    (_REQUEST + "prefix_indices", _REQUEST + "prefix_len"),
+)
 """Where versions differ (0.5.21, later ones): of each line one must be there."""

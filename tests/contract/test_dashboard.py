@@ -42,7 +42,7 @@ def test_our_metrics_exist_and_each_is_on_the_dashboard() -> None:
 
 @pytest.mark.parametrize("version", SUPPORTED)
 def test_sglangs_metrics_exist(version: str) -> None:
-    text = source(version).text("sglang/srt/observability/metrics_collector.py")
+    text = (source(version).root / "sglang/srt/observability/metrics_collector.py").read_text()
     asked = names([*EXPRESSIONS, PROMPT[0]])
     for name in (name for name in asked if name.startswith("sglang:")):
         assert f'"{name.removesuffix("_bucket")}"' in text

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.source import Source
+from hcache_backend.contract.source import Source
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".venv" / "versions"

@@ -2,7 +2,6 @@
 
 import errno
 import json
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,11 @@ from hcache_backend.cli import common, doctor, ingest, store
 from hcache_backend.cli.common import human_bytes
 from hcache_backend.cli.main import app
 from hcache_backend.config import ConfigError, parse_config, start_config
+from hcache_backend.contract.check import Found
 from hcache_backend.format.page import PageLayout, StoredLayer, hidden_layer, kv_layer
 from hcache_backend.format.units import Segment, SegmentTable
 from hcache_backend.server_report import LayerGroup, ServerReport, read_report, write_report
+from hcache_backend.sglang import compat
 from hcache_backend.store import SERVER_REPORT, PageStore
 
 
@@ -54,14 +55,36 @@ def test_more_findings_than_are_shown_are_counted(capsys: pytest.CaptureFixture[
 def test_a_python_without_sglang_or_without_our_plugin_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def missing(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
+    def missing() -> Found:
+        raise ModuleNotFoundError("SGLang is not installed")
 
-    monkeypatch.setattr(doctor.metadata, "version", missing)
+    monkeypatch.setattr(doctor.contract, "installed", missing)
     monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: [])
     first, second, *_ = doctor._sglang()
     assert (first.subject, "not installed" in first.detail) == ("SGLang", True)
     assert "not registered with SGLang" in second.detail
+
+
+@pytest.mark.parametrize(
+    ("version", "problems", "verdict", "said"),
+    [
+        ("0.5.23", (), "good", "0.5.23: tested; all 9 seams are there"),
+        ("0.5.99", (), "fair", "SGLang 0.5.99 is newer than the tested ones"),
+        ("0.5.99", ("a", "b"), "fair", "plain pages; of 9 seams 2 are missing: a; b"),
+    ],
+)
+def test_the_doctor_looks_up_every_seam(
+    version: str,
+    problems: tuple[str, ...],
+    verdict: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor.contract, "installed", lambda: Found(9, problems))
+    monkeypatch.setattr(doctor, "sglang_version", lambda: version)
+    monkeypatch.setattr(doctor, "untested", lambda: compat.untested(version))
+    found = doctor._seams()
+    assert found.verdict == verdict and said in found.detail
 
 
 def test_a_reader_that_goes_away_is_no_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from bench.harness.options import hcache_config
 from hcache_backend import metrics
 from hcache_backend.config import ConfigError
+from hcache_backend.contract.check import Found
 from hcache_backend.projection.attention import ProjectionBatch, ProjectionReached
 from hcache_backend.sglang import (
     compat,
@@ -34,7 +35,7 @@ from hcache_backend.sglang import (
     scheduler,
     storage_threads,
 )
-from hcache_backend.sglang.compat import unsupported_reason
+from hcache_backend.sglang.compat import untested
 from hcache_backend.sglang.disaggregation import SEND_PREFIX
 from hcache_backend.sglang.hook_registry import Hook, OnError, hooks_on, install
 from hcache_backend.sglang.model_runner import ATTENTION, RESET
@@ -208,9 +209,15 @@ def test_what_sglang_cannot_look_up_goes_without_l3(active: Any, caplog: LogCapt
 
 def test_versions() -> None:
     for version in ("0.5.21", "0.5.21.post1", "0.5.23"):
-        assert unsupported_reason(version) is None
-    for version in ("0.5.20", "0.5.24", "0.6.0", "unknown"):
-        assert f"SGLang {version} is not one of" in str(unsupported_reason(version))
+        assert untested(version) is None
+    for version, age in (
+        ("0.5.20", "older"),
+        ("0.5.24", "newer"),
+        ("0.5.100", "newer"),
+        ("1.0.0", "newer"),
+        ("unknown", "of another kind"),
+    ):
+        assert f"SGLang {version} is {age} than the tested ones, 0.5.21 " in str(untested(version))
 
 
 def runner(**arguments: Any) -> Any:
@@ -228,17 +235,43 @@ def bootstrapped(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
 
 
-def test_an_unsupported_version_means_kv_mode_with_that_reason(monkeypatch: MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("option", "found", "reason"),
+    [
+        ("checked", Found(9, ()), None),
+        ("checked", Found(9, ("Tree has no turn", "Pool.free: does not take 'x'")), "of 9 seams 2 "
+         "are missing: Tree has no turn; Pool.free: does not take 'x'"),
+        ("checked", OSError("gone"), "its sources could not be read: OSError('gone')"),
+        ("tested", Found(9, ()), "option 'sglang' is 'tested'"),
+        ("tested", OSError("not to be asked"), "option 'sglang' is 'tested'"),
+    ],
+)  # fmt: skip
+def test_a_version_that_nobody_tested_is_tried_if_all_seams_are_there(
+    option: str,
+    found: Any,
+    reason: str | None,
+    monkeypatch: MonkeyPatch,
+    caplog: LogCaptureFixture,
+) -> None:
+    def installed() -> Found:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
     reasons: list[str | None] = []
     before = hooks_on(resolve_name(ATTENTION.target))
-    monkeypatch.setattr(attach, "unsupported_reason", lambda: "SGLang 9 is not one")
+    monkeypatch.setattr(compat, "sglang_version", lambda: "0.5.99")
+    monkeypatch.setattr(attach.contract, "installed", installed)
+    monkeypatch.setenv("HCACHE_CONFIG", json.dumps({"sglang": option}))
     monkeypatch.setattr(
         "hcache_backend.start.build.OwnPagesStrategy",
         lambda runtime, plain, no_hidden: reasons.append(plain),
     )
     bootstrap(runner())
-    assert reasons == ["SGLang 9 is not one"]
-    assert hooks_on(resolve_name(ATTENTION.target)) == before
+    said = "SGLang 0.5.99 is newer than the tested ones, 0.5.21 to 0.5.23"
+    assert reasons == [reason and f"{said}, and {reason}"]
+    assert (f"hcache: {said}; all 9 seams are there" in caplog.text) is (reason is None)
+    assert (hooks_on(resolve_name(ATTENTION.target)) == before) is (reason is not None)
 
 
 def test_without_hierarchical_cache_there_is_nothing_to_do(
@@ -431,6 +464,6 @@ def test_preemption_is_refused_where_sglang_forgets_requests(
 def test_pools_that_hold_parts_of_pages_get_no_l3() -> None:
     """SGLang asks it at its start, and not at an attach."""
     with pytest.raises(
-        ConfigError, match="--enable-kv-cache-sharding: .* start the server without"
+        ConfigError, match=r"--enable-kv-cache-sharding: .* start the server without"
     ):
         attach.check_arguments(SimpleNamespace(enable_kv_cache_sharding=True))

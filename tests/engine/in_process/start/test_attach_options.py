@@ -137,6 +137,7 @@ class TestAnAttach:
             "codec": "none",
             "krul": {"gamma": 0.25},
             "check_every_pages": 1,
+            "sglang": "tested",
             "restore": "layerwise",
             "recompute": "never",
             "recompute_ms": 5.0,

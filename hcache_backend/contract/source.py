@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import resolve_name
@@ -64,8 +64,8 @@ class Source:
         if cls not in self._attributes:
             found = self._attributes[cls] = set()
             for definition in self.classes(cls):
-                for node in _members(definition):
-                    found.update(_assigned(node))
+                for member in _members(definition):
+                    found.update(_assigned(member))
                 for node in ast.walk(definition.node):
                     if isinstance(node, ast.FunctionDef) and node.args.args:
                         found.update(_set_on(node, node.args.args[0].arg))
@@ -104,14 +104,6 @@ class Source:
             node.name for _, node in self._members_of(cls) if isinstance(node, ast.FunctionDef)
         }
         return {name for name in names if _is(self.method(cls, name), "abstractmethod")}
-
-    def text(self, path: str) -> str:
-        return (self.root / path).read_text()
-
-    def calls(self, method: str, folder: str) -> bool:
-        """Whether the code below ``folder`` calls a method of that name on anything."""
-        files = self.root.joinpath(folder).rglob("*.py")
-        return any(f".{method}(" in file.read_text() for file in files)
 
     # ---- internals ----
 
@@ -187,8 +179,8 @@ class Source:
 class Parameters:
     """How something may be called."""
 
-    positional: tuple[str, ...]  # names in their order
-    keyword_only: frozenset[str]
+    positional: Sequence[str]  # names in their order
+    keyword_only: Collection[str]
     more_positional: bool
     more_keywords: bool
 
@@ -205,7 +197,7 @@ class Parameters:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        return frozenset(self.positional) | self.keyword_only
+        return frozenset([*self.positional, *self.keyword_only])
 
     def problem_of_call(self, positional: int, keywords: Iterable[str]) -> str | None:
         """Why it cannot be called so, or None. Whether anything is left out is not looked at."""
@@ -224,7 +216,7 @@ class Parameters:
                     return f"argument {place} is {name!r} there, {self.positional[place]!r} here"
             elif not self.more_positional:
                 return f"does not take {name!r}"
-        missing = original.keyword_only - self.names
+        missing = set(original.keyword_only) - self.names
         if missing and not self.more_keywords:
             return f"does not take {', '.join(sorted(missing))}"
         return None
@@ -270,5 +262,7 @@ def _set_on(function: ast.FunctionDef, owner: str) -> Iterator[str]:
             yield node.attr
 
 
-def _is(function: ast.FunctionDef, decorator: str) -> bool:
-    return any(isinstance(d, ast.Name) and d.id == decorator for d in function.decorator_list)
+def _is(function: ast.FunctionDef | None, decorator: str) -> bool:
+    return function is not None and any(
+        isinstance(d, ast.Name) and d.id == decorator for d in function.decorator_list
+    )

@@ -1,0 +1,1 @@
+"""Every place where the package meets SGLang, looked up in SGLang's sources."""

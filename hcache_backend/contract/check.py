@@ -1,0 +1,144 @@
+"""Are all places of SGLang's that we meet there, as we use them? Sources are read and nothing is
+imported, so any version can be asked, in seconds. ``seams.json`` has the places; it is written from
+our sources by ``python -m tests.contract``. A changed meaning behind an old name is not seen."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hcache_backend.contract.source import Definition, Parameters, Source
+from hcache_backend.sglang.compat import sglang_version
+
+
+class Found(NamedTuple):
+    """How many seams were looked up, and a sentence for each that is not as we need it."""
+
+    seams: int
+    problems: tuple[str, ...]
+
+
+@cache
+def installed() -> Found:
+    """The contract with the SGLang of this Python environment. Raises ModuleNotFoundError."""
+    spec = find_spec("sglang")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("SGLang is not installed")
+    return Contract(Source(Path(spec.origin).parents[1], sglang_version())).found()
+
+
+class Contract:
+    """What is needed of a ``source``: as ``seams.json`` has it, or ``needs`` of the same form."""
+
+    def __init__(self, source: Source, needs: Mapping[str, Any] | None = None) -> None:
+        self._source = source
+        self._needs = needs or json.loads(files(__package__).joinpath("seams.json").read_text())
+        self._one_of = {_short(name) for names in self._needs["one of"] for name in names}
+
+    def found(self) -> Found:
+        checks = self._names, self._members, self._calls, self._overrides, self._attributes
+        facts = [fact for check in (*checks, self._ways, self._results) for fact in check()]
+        return Found(len(facts), tuple(dict.fromkeys(fact for fact in facts if fact is not None)))
+
+    # ---- for each seam None, or what is wrong with it ----
+
+    def _names(self) -> Iterator[str | None]:
+        """What we import or hook is there."""
+        for name in self._needs["names"]:
+            there = self._source.find(name) is not None or _short(name) in self._one_of
+            yield None if there else f"there is no {name}"
+
+    def _members(self) -> Iterator[str | None]:
+        """What we ask imported classes for is there."""
+        for owner, name in self._needs["members"]:
+            there = self._of_class(owner, name)
+            yield None if there else f"{_short(owner)} has no {name}"
+
+    def _calls(self) -> Iterator[str | None]:
+        """What we call takes our arguments."""
+        for name, positional, keywords in self._needs["calls"]:
+            target, owner = self._source.find(name), self._source.find(name.rpartition(".")[0])
+            if target is None or not isinstance(target.node, ast.ClassDef | ast.FunctionDef):
+                continue  # another check names it
+            if isinstance(target.node, ast.FunctionDef) and owner and not _is_module(owner):
+                parameters = Parameters.of(target.node, bound=True)
+            else:
+                parameters = self._source.parameters(target)
+            problem = parameters.problem_of_call(positional, keywords)
+            yield problem and f"{_short(name)} {problem}"
+
+    def _overrides(self) -> Iterator[str | None]:
+        """Our subclasses override what SGLang calls, take its arguments, and are complete. A method
+        that SGLang renames is one that it stops calling, without a word."""
+        for ours, needs in self._needs["overrides"].items():
+            base = self._source.find(needs["base"])
+            if base is None or not isinstance(base.node, ast.ClassDef):
+                continue
+            for name, takes in needs["methods"].items():
+                original = self._source.method(base, name)
+                if original is None:
+                    yield f"{_short(needs['base'])} has no {name}, which {ours} overrides"
+                    continue
+                mine, theirs = Parameters(**takes), Parameters.of(original, bound=True)
+                problem = mine.problem_as_override(theirs)
+                yield problem and f"{ours}.{name}: {problem}"
+            for name in sorted(set(needs["uses"]) - self._source.attributes(base)):
+                yield f"{ours} uses {name}, and {_short(needs['base'])} has none"
+            for name in sorted(self._source.abstract(base) - set(needs["defines"])):
+                yield f"{_short(needs['base'])} wants a method {name}, which {ours} has not"
+
+    def _attributes(self) -> Iterator[str | None]:
+        """What we read from objects of SGLang's is there."""
+        for owner, (classes, names) in self._needs["attributes"].items():
+            known = set().union(*map(self._attributes_of, classes))
+            for name in names:
+                ways = {f"{cls.rpartition('.')[2]}.{name}" for cls in classes}
+                there = name in known or ways & self._one_of
+                yield None if there else f"{owner}.{name} is not there"
+
+    def _ways(self) -> Iterator[str | None]:
+        """Where versions differ, one of the ways is there."""
+        for members in self._needs["one of"]:
+            ways = (member.rpartition(".") for member in members)
+            there = any(self._of_class(owner, name) for owner, _, name in ways)
+            yield None if there else f"there is none of {', '.join(map(_short, members))}"
+
+    def _results(self) -> Iterator[str | None]:
+        """What we get from SGLang, or give to it, has the type that it had."""
+        for name, known in self._needs["results"].items():
+            node = getattr(self._source.find(name), "node", None)
+            if isinstance(node, ast.FunctionDef):
+                returns = ast.unparse(node.returns) if node.returns else "what it does not say"
+                other = f"{_short(name)} returns {returns}, and not {' or '.join(known)}"
+                yield None if returns in known else other
+
+    def _attributes_of(self, dotted: str) -> set[str]:
+        definition = self._source.find(dotted)
+        if definition is None:
+            return set()
+        if _is_module(definition):
+            return self._source.attributes_in(definition)
+        return self._source.attributes(definition)
+
+    def _of_class(self, dotted: str, name: str) -> bool:
+        definition = self._source.find(dotted)
+        if definition is None:
+            return False
+        if not isinstance(definition.node, ast.ClassDef):
+            return True  # a variable or a module: whatever it holds is looked up as a name
+        return name in self._source.attributes(definition)
+
+
+def _short(dotted: str) -> str:
+    """`Class.name` of a dotted name."""
+    return ".".join(dotted.split(".")[-2:])
+
+
+def _is_module(definition: Definition) -> bool:
+    return isinstance(definition.node, ast.Module)
