@@ -89,7 +89,7 @@ def test_options_that_are_not_set_are_inherited(tmp_path: Path) -> None:
 
 
 def test_the_options_are_few_and_an_attach_may_set_those_of_the_store_and_of_sharing() -> None:
-    assert len(HCacheConfig.model_fields) <= 19
+    assert len(HCacheConfig.model_fields) <= 20
     assert HCacheConfig.model_fields.keys() > FIXED_AT_START
     assert HCacheConfig.model_fields.keys() - FIXED_AT_START == {
         *("dirs", "quota_bytes", "min_free_bytes", "durability", "io_threads", "reader"),
