@@ -216,7 +216,10 @@ CLASSES = [
     row("gpt_oss", "own", HYBRID, **AGAIN | {"files": WITH_WINDOWS}),
     row("gpt_oss", "own", HYBRID, **TWO_RANKS | {"files": 2 * WITH_WINDOWS}),
     row(
-        "mellum", "own", HYBRID, "codec exp4", **HALF, **CLASS | {"files": WITH_WINDOWS}, often=True
+        *("mellum", "own", HYBRID, "codec exp4"),
+        **HALF | CLASS | {"files": WITH_WINDOWS},
+        often=True,
+        marks=[VERSIONS],
     ),
     row("mellum", "own", HYBRID, **AGAIN | {"files": WITH_WINDOWS}),
     # Keys are wider than values, and windows have more heads.
