@@ -25,7 +25,6 @@ from hcache_backend.cli import common
 from hcache_backend.cli.common import SERVER, Failure, RequestError, ask, screen, table
 
 TIMEOUT_SECONDS = 5.0
-METRICS_LAG_S = 1.5  # counters of the page store are passed on once per second
 PROMPT = ("sglang:prefill_effective_tokens_total", "mode")  # prompt tokens by their source
 
 LINES = {
@@ -229,22 +228,6 @@ def summary(page: Look, before: Look | None) -> dict[str, Any]:
         }
     state = dict(zip(page._fields[3:], page[3:], strict=True))
     return {**state, "totals": page.counters, "per_second": per_second, "stages": stages}
-
-
-def moved(before: Look, after: Look) -> dict[str, Any]:
-    """Bytes that moved between two looks, by our metrics; ``missing`` says why there are none."""
-    if isinstance(before, NoMetrics) or isinstance(after, NoMetrics):
-        return {"missing": str(before if isinstance(before, NoMetrics) else after)}
-    if (grown := after.since(before)) is None:
-        return {"missing": "the server was started anew during the run"}
-    kinds = {"bytes_restored": ("bytes", "restored"), "problems": ("problems", "")}
-    for name in ("bytes_read", "bytes_written", "pages_evicted", "pages_dropped"):
-        kinds[name] = ("store", name)
-    totals = {
-        name: int(sum(n for event, n in grown.counters[kind].items() if event.startswith(start)))
-        for name, (kind, start) in kinds.items()
-    }
-    return {"mode": after.mode, "pages": after.pages, **totals}
 
 
 def _seen(urls: Sequence[str], interval: float) -> Iterator[list[dict[str, Any]]]:

@@ -23,10 +23,8 @@ from hcache_backend import metrics
 from hcache_backend.cli.main import app
 from hcache_backend.cli.metrics_page import (
     Histogram,
-    MetricsPage,
     NoMetrics,
     fetch,
-    moved,
     parse,
     summary,
 )
@@ -223,27 +221,6 @@ def test_the_live_view_goes_on_until_it_is_interrupted(server: Pages, pages: lis
 def test_wrong_addresses(address: str, message: str) -> None:
     with pytest.raises(NoMetrics, match=message):
         fetch(address)
-
-
-# ---- what moved between two looks ----
-
-
-def page(read: int, restored: int, dropped: int = 0) -> MetricsPage:
-    return parse(
-        'hcache_mode_info{mode="hidden",pages="own"} 1.0\n'
-        f"hcache_store_read_bytes_total {read}\n"
-        f'hcache_store_pages_total{{event="dropped_full"}} {dropped}\n'
-        f'hcache_device_bytes_total{{transfer="restored_hidden"}} {restored}\n'
-        'hcache_device_bytes_total{transfer="captured"} 1000\n'
-    )
-
-
-def test_bytes_are_those_of_the_run_or_missing_with_a_reason() -> None:
-    found = moved(page(10, 100), page(30, 400, dropped=2))
-    kinds = ("bytes_read", "bytes_restored", "bytes_written", "pages_dropped")
-    assert [found[kind] for kind in kinds] == [20, 300, 0, 2]
-    assert moved(NoMetrics("start it"), page(0, 0)) == {"missing": "start it"}
-    assert "anew" in moved(page(10, 0), page(0, 0))["missing"]
 
 
 WITHOUT_A_FOLDER = """
