@@ -239,14 +239,13 @@ def _measure(shape: ModelShape, config: HCacheConfig, seconds: float, *, hidden:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if shape.element_bytes == 4 else torch.bfloat16
     with common.progress_bar(hidden=hidden) as progress:
-        task = progress.add_task("L3 folders", total=2 + len(OPERATIONS))
+        task = progress.add_task("L3 folders", total=1 + len(OPERATIONS))
         l3, direct = read_rate(config, shape, seconds)
         if not direct:
             say("L3 was read through the page cache: the disk may be slower", console=common.errors)
 
         def begin(operation: str) -> None:
-            title = _OPERATIONS.get(operation, "copies during products")
-            progress.update(task, advance=1, description=title)
+            progress.update(task, advance=1, description=_OPERATIONS[operation])
 
         try:
             bench = Bench(shape, device, dtype, seconds)
@@ -265,14 +264,8 @@ def _show_profile(measured: Profile) -> None:
         tokens, seconds = max(measured.points[name])
         fixed = f"{rate.seconds * 1e6:,.0f}"
         layer.add_row(title, speed, fixed, f"{tokens:,}", f"{seconds * 1e3:,.2f}")
-    ways = table("", "copies", "alone#", "during products#", "products keep#")
-    for way in measured.copies:
-        used = " (used)" if way is measured.copies[0] else ""
-        speeds = _rate(way.alone, "B/s"), _rate(way.beside, "B/s"), f"{way.products:.0%}"
-        ways.add_row(way.name + used, *speeds)
-    alone = "Copies were measured alone, not during matrix products as on GPUs."
     head = f"{measured.device}, {measured.dtype}, {measured.date}\n"
-    say(head, layer, ways if measured.copies else alone)
+    say(head, layer, "Each was measured alone. On a GPU copies and products run at the same time.")
 
 
 def _rate(value: float, unit: str) -> str:

@@ -18,7 +18,7 @@ from hcache_backend.plan import measure
 from hcache_backend.plan.model_config import read_hybrid
 from hcache_backend.plan.model_shape import CLEARLY_LESS, Sides
 from hcache_backend.plan.plan import Conversations, FleetPlan, PartitionPlan
-from hcache_backend.plan.profile import CopyWay, Rate, preset_profile
+from hcache_backend.plan.profile import Rate, preset_profile
 from hcache_backend.plan.record import (
     PartitionRecord,
     find_record,
@@ -311,7 +311,7 @@ def test_a_measured_profile_is_planned_with(tiny: Path, tmp_path: Path) -> None:
     done = hcache("profile", "-m", tiny, "-o", out, "-d", pages, "--seconds", "0.02")
     assert done.exit_code == 0, done.output
     assert "attention" in done.stdout
-    assert "Copies were measured alone" in done.stdout
+    assert "Each was measured alone" in done.stdout
     assert not pages.exists()
     written = json.loads(out.read_text())
     assert (written["dirs"], written["dtype"]) == ([str(pages)], "float32")
@@ -320,21 +320,6 @@ def test_a_measured_profile_is_planned_with(tiny: Path, tmp_path: Path) -> None:
     assert report["bytes_per_token_and_layer"] == {"hidden": 256, "kv": 512}
     assert report["hardware"]["source"] == "measured by hcache profile"
     assert not any("another shape" in note for note in report["notes"])
-
-
-def test_ways_to_copy_are_shown_with_the_one_that_is_used(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ways = (
-        CopyWay(programs=16, alone=5.5e10, beside=5.25e10, products=0.934),
-        CopyWay(programs=None, alone=5.6e10, beside=4e10, products=1.0),
-    )
-    monkeypatch.setattr(measure.Bench, "copies", lambda bench: ways)
-    monkeypatch.setattr(measure, "use_measured_copies", lambda copies, device: None)
-    done = hcache("profile", "-m", tiny, "-d", tmp_path, "--seconds", "0.02")
-    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
-    assert "kernel, 16 programs (used) 55.0 GB/s 52.5 GB/s 93%" in lines
-    assert "copy engine 56.0 GB/s 40.0 GB/s 100%" in lines
 
 
 def test_a_device_without_room_is_said(
@@ -411,22 +396,6 @@ def test_doctor_says_when_another_partition_is_faster_and_plan_changes_it(folder
     verdict, detail = check_of(folder, PARTITION)
     assert verdict == "good"
     assert "layers from hidden states" in detail and detail.endswith(": hcache plan --apply")
-
-
-@pytest.mark.parametrize(
-    ("ways", "detail"),
-    [
-        (
-            (CopyWay(programs=16, alone=5.5e10, beside=5.25e10, products=0.934),),
-            "kernel, 16 programs: 52.5 GB/s beside matrix products (55.0 alone), which keep 93% of "
-            "their speed",
-        ),
-        ((), "measured alone, not during matrix products"),
-    ],
-)
-def test_doctor_says_how_servers_copy(folder: Path, ways: tuple[CopyWay, ...], detail: str) -> None:
-    preset_profile("h100").model_copy(update={"copies": ways}).save(folder / "profile-1.json")
-    assert check_of(folder, "copies to H100 SXM") == ("good", detail)
 
 
 def test_a_partition_is_applied_to_stores_that_know_the_model_only(folder: Path) -> None:
