@@ -157,8 +157,6 @@ def join(storage_config: HiCacheStorageConfig) -> Joined:
         if joined.runtime.config is None:
             joined.runtime.use_plain_pages(STARTED_WITHOUT_US)
         judge_hits(joined.runtime, joined.config)
-        if (missing := hooks.install(hooks.HINTS)) is not None:
-            logger.warning("hcache: hints are not followed: %s", missing)
         opened.pop_all()
     return joined
 

@@ -59,7 +59,9 @@ def test_a_reader_that_goes_away_is_no_error_of_ours(monkeypatch: pytest.MonkeyP
     assert (ended.exit_code, ended.output) == (1, "")
 
 
-@pytest.mark.parametrize(("given", "gone"), [("ingest a.txt", "command 'ingest'")])
+@pytest.mark.parametrize(
+    ("given", "gone"), [("ingest a.txt", "command 'ingest'"), ("hint retain", "command 'hint'")]
+)
 def test_what_is_gone_is_named(given: str, gone: str) -> None:
     status, said = hcache(*given.split())
     assert status == 2 and f"No such {gone}" in said
