@@ -50,7 +50,12 @@ from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
 from hcache_backend.sglang import hooks, passes
 from hcache_backend.sglang.allocator import ReservablePages
-from hcache_backend.sglang.arguments import drafted_tokens, packed_drafts, storage_extra_config
+from hcache_backend.sglang.arguments import (
+    drafted_tokens,
+    packed_drafts,
+    storage_extra_config,
+    warn_of_small_host_pool,
+)
 from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.sglang.groups import attention_ranks, new_stage_group
 from hcache_backend.sglang.hook_registry import Hook, install
@@ -58,7 +63,6 @@ from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.sglang.passes import make_recomputer, run_again
 from hcache_backend.sglang.runtime import Forwards, Runtime, current
 from hcache_backend.start import page_plan
-from hcache_backend.start.attach import warn_of_small_host_pool
 from hcache_backend.start.capabilities import (
     EAGER,
     HIDDEN,
