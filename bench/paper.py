@@ -189,7 +189,7 @@ def contention(setting: Setting) -> Row:
     plan, layers = setting.plan(), setting.plan().model.layers
     programs = min(COPY_PROGRAMS, PROCESSORS[setting.preset] // 4)
     left = 1 - programs / PROCESSORS[setting.preset]
-    beside = plan.costs._replace(c_h=plan.costs.c_h / left, slowdown=1 / left)
+    beside = plan.costs._replace(c_h=plan.costs.c_h / left).slower_recomputation(1 / left)
 
     def added(costs: LayerCosts, partition: Partition) -> float:
         return costs.reading(partition) + costs.transfer(partition) + costs.compute(partition)
@@ -218,8 +218,7 @@ def closed_form(costs: LayerCosts, layers: int) -> Partition | None:
     transfer as KV, or as long to project as to recompute; L3 outside the pipeline; a last
     recomputed layer that ends early.
     """
-    io_h, io_kv, c_h, _, l3_h, l3_kv, c_tok_last, slowdown = costs
-    c_tok = costs.c_tok * slowdown  # beside the other method's copies
+    io_h, io_kv, c_h, c_tok, l3_h, l3_kv, c_tok_last = costs
     if io_h >= io_kv or c_h >= c_tok or l3_h or l3_kv or c_tok_last is not None:
         return None
     if c_h > io_h:

@@ -2,25 +2,23 @@
 
 Sessions of agents (:mod:`bench.workload.agents`) with windows of up to 160,000 tokens, scaled down,
 take turns on a server of each method. Tokens are divided by --tokens, and idle times by --speed.
-Idle times, and the ten seconds of the goal, are those before scaling. A turn's history is the part
+Idle times, and ten seconds of them, are those before scaling. A turn's history is the part
 of its prompt that is a prompt before it: was it on the device or in host memory when the turn came?
 The device has room for an eighth of the tokens, or for the longest prompt, and host memory for
 twice as many.
 
 - host memory: HiCache without L3
 - L3: ours, which is read when a turn comes
-- L3, hints: the client announces each turn some seconds before, as an agent whose tool ends does
 - everything kept: the device has room for all
 """
 
 import asyncio
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from bench.agents import session_settings, sessions_of
 from bench.harness.client import StreamingClient
@@ -31,17 +29,15 @@ from bench.harness.report import Column, Picture, Results, Row, Series, Table
 from bench.harness.server import Server
 from bench.multiturn import SHAPE, VOCABULARY
 from bench.workload.agents import WINDOW, Session
-from hcache_backend.cli.common import ask
 
-SEED, GOAL, IDLE_S = 1, 0.85, 10.0
-LONGEST_IDLE_S, BEGIN_S, AHEAD_S = 300.0, 300.0, 3.0
+SEED, IDLE_S = 1, 10.0
+LONGEST_IDLE_S, BEGIN_S = 300.0, 300.0
 WAYS = {
-    "host": ("host memory", "host", False),
-    "l3": ("L3", "hcache-eager", False),
-    "hints": ("L3, hints", "hcache-eager", True),
-    "all": ("everything kept", "ideal", False),
+    "host": ("host memory", "host"),
+    "l3": ("L3", "hcache-eager"),
+    "all": ("everything kept", "ideal"),
 }
-"""Title, method of the server, and whether turns are announced."""
+"""Title, and method of the server."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +66,11 @@ def turns_of(session: Session, number: int, tokens: int, most: int) -> list[Turn
     return found
 
 
-async def _talk(client: StreamingClient, url: str, turns: Sequence[Turn], given: Any) -> list[Row]:
+async def _talk(client: StreamingClient, turns: Sequence[Turn], speed: float) -> list[Row]:
     rows: list[Row] = []
-    await asyncio.sleep(random.Random(f"{turns[0].prompt}").uniform(0, BEGIN_S / given.speed))
+    await asyncio.sleep(random.Random(f"{turns[0].prompt}").uniform(0, BEGIN_S / speed))
     for place, turn in enumerate(turns):
-        ahead = min(AHEAD_S, turn.idle) if given.announced and turn.shared else 0.0
-        await asyncio.sleep((turn.idle - ahead) / given.speed)
-        if ahead:
-            hint = {"action": "prefetch", "input_ids": turn.prompt[: turn.shared], "seconds": 60}
-            await asyncio.to_thread(ask, url, "hcache/hint", 60.0, body=hint, key=ADMIN_KEY)
-            await asyncio.sleep(ahead / given.speed)
+        await asyncio.sleep(turn.idle / speed)
         reply = await client.generate(turn.prompt, turn.output)
         history = turn.shared // PAGE_SIZE * PAGE_SIZE
         if place and history:
@@ -97,9 +88,9 @@ async def _talk(client: StreamingClient, url: str, turns: Sequence[Turn], given:
     return rows
 
 
-async def _serve(url: str, sessions: Sequence[Sequence[Turn]], given: Any) -> list[Row]:
+async def _serve(url: str, sessions: Sequence[Sequence[Turn]], speed: float) -> list[Row]:
     async with StreamingClient(url, ADMIN_KEY) as client:
-        told = await asyncio.gather(*(_talk(client, url, turns, given) for turns in sessions))
+        told = await asyncio.gather(*(_talk(client, turns, speed) for turns in sessions))
     return [row for rows in told for row in rows]
 
 
@@ -130,7 +121,7 @@ def measure(run: Run) -> Results:
     pool = math.ceil(max(1.25 * longest, histories / 8) / PAGE_SIZE) * PAGE_SIZE
     served: dict[str, list[Row]] = {}
     with scratch() as folder:
-        for way, (title, name, given.announced) in reversed(WAYS.items()):
+        for way, (title, name) in reversed(WAYS.items()):
             print(f"{title}: starting", flush=True)
             options = server_options(
                 *(METHODS[name], run.machine, given.model_path or SHAPE.build(Path(folder))),
@@ -140,7 +131,7 @@ def measure(run: Run) -> Results:
                 extra_args=given.server_args,
             )
             with Server(options) as server:
-                served[way] = asyncio.run(_serve(server.url, sessions, given))
+                served[way] = asyncio.run(_serve(server.url, sessions, given.speed))
     rows = [summary(way, served[way], served["all"]) for way in WAYS]
     turns = {
         WAYS[way][0]: [{k: v for k, v in turn.items() if k != "said"} for turn in told]
@@ -150,25 +141,15 @@ def measure(run: Run) -> Results:
     return {**facts, "tokens": given.tokens, "speed": given.speed, "rows": rows, "turns": turns}
 
 
-def by_way(results: Results) -> Mapping[str, Row]:
-    return {row["way"]: row for row in results["rows"]}
-
-
 def finding(results: Results) -> str:
-    hints, l3 = (by_way(results)[WAYS[way][0]] for way in ("hints", "l3"))
-    return (
-        f"A hint {AHEAD_S:g} s before an agent comes back has {hints['in_memory']:.0%} of the "
-        f"histories in memory, otherwise {l3['in_memory']:.0%} are"
-    )
+    first = {row["way"]: row["first_ms"] for row in results["rows"]}
+    host, l3 = (first[WAYS[way][0]] for way in ("host", "l3"))
+    return f"The first token of agents that come back: {l3:.0f} ms from L3, {host:.0f} ms without"
 
 
 def missed(results: Results) -> list[str]:
-    hints = by_way(results)[WAYS["hints"][0]]["in_memory"]
     replies = sum(row["other_replies"] for row in results["rows"])
-    return [
-        *([f"{hints:.2f} of the histories in memory, the goal is {GOAL}"] if hints < GOAL else []),
-        *([f"{replies} replies differ from those of a server that keeps all"] if replies else []),
-    ]
+    return [f"{replies} replies differ from those of a server that keeps all"] * bool(replies)
 
 
 PROGRAM = Program(

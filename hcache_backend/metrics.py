@@ -204,10 +204,6 @@ L3_TOKENS = Events(
     ("hcache_l3_hit_tokens", "(.+)", "Tokens found in L3, by what became of them", "result"),
 )
 
-# result: useful (a request came with the prompt), useless (it did not), refused; and given_up, a
-# hint that ended early because requests needed its room in host memory
-HINTS = _counter("hcache_hints", "Hints of clients, by what became of them", "result")
-
 STORE = Events(
     ("hcache_store_read_bytes", "bytes_read", "Bytes read from page files"),
     ("hcache_store_written_bytes", "bytes_written", "Bytes written to page files"),
@@ -275,7 +271,6 @@ COUNTS: Mapping[str, Metric | Events] = {
     "pages": PAGES,
     "lookups": LOOKUPS,
     "l3_tokens": L3_TOKENS,
-    "hints": HINTS,
     "store": STORE,
     "shared": SHARED_PAGES,
     "slices": SLICES,

@@ -5,16 +5,14 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 COPY_PROGRAMS = 16
-"""Programs of a copy over the bus, until :func:`use_copies` says what was measured. With 16
-KiB each on their way they fill a bus of 64 GB/s whose latency is four microseconds; every further
-one would wait for the bus on a multiprocessor that the matrix products beside the copy want."""
-MOST_COPY_PROGRAMS = 32
+"""Programs of a copy over the bus. With 16 KiB each on their way they fill a bus of 64 GB/s whose
+latency is four microseconds; every further one would wait for the bus on a multiprocessor that the
+matrix products beside the copy want."""
 
 WARM_UPS = 3
 FLUSH_BYTES = 256 << 20  # more than any GPU's L2 cache holds
@@ -37,31 +35,13 @@ class Launch:
             self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
 
 
-_copies = SimpleNamespace(programs=COPY_PROGRAMS, engine=False)
-
-
-def use_copies(programs: int, *, engine: bool) -> None:
-    """Copy over the bus by this many programs, or hidden states by the copy ``engine``, in this
-    process and from the next launch on. Nothing is compiled again: it is the size of a grid."""
-    _copies.programs, _copies.engine = programs, engine
-
-
-def copies_by_engine() -> bool:
-    """Whether hidden states are copied by the copy engine (:mod:`hcache_kernels.copy_engine`)."""
-    return bool(_copies.engine)
-
-
-def copy_programs(device: torch.device) -> int:
-    return min(_copies.programs, most_copy_programs(device))
-
-
 @lru_cache
-def most_copy_programs(device: torch.device) -> int:
-    """At most :data:`MOST_COPY_PROGRAMS`, and a quarter of the multiprocessors of ``device``."""
+def copy_programs(device: torch.device) -> int:
+    """At most :data:`COPY_PROGRAMS`, and a quarter of the multiprocessors of ``device``."""
     if device.type != "cuda":
-        return MOST_COPY_PROGRAMS
+        return COPY_PROGRAMS
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(MOST_COPY_PROGRAMS, processors // 4))
+    return max(1, min(COPY_PROGRAMS, processors // 4))
 
 
 def alignment(*sizes: int) -> int:

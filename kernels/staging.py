@@ -254,10 +254,8 @@ def save_launch(
     segments: torch.Tensor,
     page_size: int,
     kept: range,
-    programs: int | None = None,
 ) -> Launch:
-    """The launch of :func:`save_rows` by at most ``programs`` programs; without a number by those
-    of :func:`hcache_kernels.launch.copy_programs`."""
+    """The launch of :func:`save_rows`."""
     layers, n, row_bytes = staged.shape
     aligned = alignment(row_bytes, staged.stride(0), arena.shape[1])
     word = min(_WIDEST_WORD, aligned)
@@ -268,7 +266,7 @@ def save_launch(
     given |= {"slots": slots, "shadows": shadows, "segments": segments, "n": n, "layers": layers}
     given |= {"PAGE_SIZE": page_size, "FIRST": kept.start, "KEPT": len(kept)}
     given |= {"WORDS": words, "WORD_BYTES": word, "ALIGNED": aligned}
-    grid = (min(programs or copy_programs(slots.device), n * layers),)
+    grid = (min(copy_programs(slots.device), n * layers),)
     return block_launch(save_kernel, grid, block, _WARP, **given)
 
 

@@ -10,12 +10,16 @@ from typing import Any, Self
 import aiohttp
 
 from bench.harness.server import CachedTokens
-from hcache_backend.cli.common import RequestError, error_text
-from hcache_backend.cli.ingest import Server, check_finished, greedy_request
+from hcache_backend.cli.common import RequestError, ask, error_text
 
 _DATA, _DONE = b"data:", b"[DONE]"
 _LINE_BYTES = 1 << 22  # a line of a stream holds the whole reply so far
 _SILENCE_S = 600.0  # the longest pause within an answer
+_FLUSH_S = 120.0  # for a flush, which waits until L3 has every page
+
+
+class UnusableServer(Exception):
+    """A server cannot be used; one line that says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,11 @@ class Reply:
 class StreamingClient:
     """Notes when each token of a reply came; ``async with StreamingClient(url, api_key) as ...``.
 
-    The methods raise as those of :class:`~hcache_backend.cli.ingest.Server`.
+    ``api_key`` is the server's (admin) API key.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self._server = Server(url, api_key)
+        self._url, self._key = url.rstrip("/"), api_key
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def __aenter__(self) -> Self:
@@ -62,12 +66,23 @@ class StreamingClient:
         await self._session.close()
 
     async def server(self) -> dict[str, Any]:
-        """The server's arguments, version and limits."""
-        return await asyncio.to_thread(self._server.info)
+        """The server's arguments, version and limits; UnusableServer if it is no SGLang server."""
+        try:
+            text = await asyncio.to_thread(ask, self._url, "server_info", 30.0, key=self._key)
+            return dict(json.loads(text))
+        except (RequestError, ValueError, TypeError) as error:
+            hint = "Start one, or pass its address with --url"
+            why = f"no usable SGLang server at {self._url} (/server_info: {error}). {hint}"
+            raise UnusableServer(why) from None
 
     async def flush(self) -> None:
-        """Empty device and host caches when the server is idle."""
-        await asyncio.to_thread(self._server.flush)
+        """Empty device and host caches when the server is idle; L3 has every page by then. Raises
+        UnusableServer if that is refused, or takes too long."""
+        path, seconds = f"flush_cache?timeout={_FLUSH_S:g}", _FLUSH_S + 30
+        try:
+            await asyncio.to_thread(ask, self._url, path, seconds, body={}, key=self._key)
+        except RequestError as error:
+            raise UnusableServer(f"{self._url}/flush_cache: {error}") from None
 
     async def generate(
         self, prompt: Sequence[int] | str, output_tokens: int, *, ignore_eos: bool = True
@@ -81,12 +96,12 @@ class StreamingClient:
         Raises:
             RequestError: It was refused, or did not end well.
         """
-        body = {**greedy_request(prompt, output_tokens), "stream": True}
-        body["sampling_params"]["ignore_eos"] = ignore_eos
+        kind = "text" if isinstance(prompt, str) else "input_ids"
+        sampling = {"temperature": 0.0, "max_new_tokens": output_tokens, "ignore_eos": ignore_eos}
+        body = {kind: prompt, "sampling_params": sampling, "stream": True}
         stream = _Stream(time.perf_counter())
         try:
-            url = f"{self._server.url.rstrip('/')}/generate"
-            async with self._session.post(url, json=body) as answer:
+            async with self._session.post(f"{self._url}/generate", json=body) as answer:
                 if answer.status != 200:
                     raise RequestError(f"{answer.status}: {error_text(await answer.text())}")
                 async for line in answer.content:
@@ -114,7 +129,9 @@ class _Stream:
         if "error" in said:
             raise RequestError(error_text(event.decode(errors="replace")))
         self._meta = said["meta_info"]
-        check_finished(self._meta)
+        reason = self._meta.get("finish_reason") or {}
+        if reason.get("type") == "abort":
+            raise RequestError(str(reason.get("message", "aborted")))
         before = len(self._ids)
         ids = said["output_ids"]
         # A server sends all ids so far, or with --incremental-streaming-output only the new ones.

@@ -42,8 +42,7 @@ class Workload:
     Attributes:
         name: As in ``--workload``.
         sessions: Clients, in the order of their arrival.
-        documents: Tokens of each document; the server is given them before the run, as by ``hcache
-            ingest``.
+        documents: Tokens of each document; the server is given them before the run.
         interval_s: Seconds between a reply and the next question of its session.
         max_parallel: Requests in flight at most; None: as the user says.
         seed: Of its tokens.

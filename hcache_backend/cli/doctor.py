@@ -107,10 +107,6 @@ def _check_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
     profiles = list(kept_profiles(path))
     for _, record in records(path):
         yield _partition(record, [one for one in profiles if one.model == record.shape])
-    for profile in profiles:
-        alone = "measured alone, not during matrix products"
-        copies = profile.copies[0].describe() if profile.copies else alone
-        yield Check(f"copies to {profile.device}", "good", copies)
 
 
 def _probe(place: Path) -> Iterator[Check]:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from hcache_backend import __version__
-from hcache_backend.cli import common, doctor, hint, ingest, metrics_page, plan, store
+from hcache_backend.cli import common, doctor, metrics_page, plan, store
 from hcache_backend.config import ConfigError
 
 _FAILURES = (common.Failure, OSError, sqlite3.Error, ConfigError, UnicodeDecodeError)
@@ -41,7 +41,7 @@ app = typer.Typer(
 )
 _MACHINE = (doctor.doctor, doctor.config, plan.size, plan.plan, plan.profile)
 _STORE = (store.stats, store.ls, store.verify, store.gc, store.clear)
-for _command in (*_MACHINE, metrics_page.top, *_STORE, ingest.ingest, hint.hint):
+for _command in (*_MACHINE, metrics_page.top, *_STORE):
     app.command()(_command)
 
 

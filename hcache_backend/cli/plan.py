@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -13,20 +12,19 @@ from pydantic import ByteSize
 from typer import Argument, Option
 
 from hcache_backend.cli import common
-from hcache_backend.cli.common import Failure, human_bytes, say, table
+from hcache_backend.cli.common import Failure, say, table
 from hcache_backend.config import HCacheConfig, nearest
 from hcache_backend.format.file import file_layout
 from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer
 from hcache_backend.format.units import Segment, units_per_group
 from hcache_backend.plan.model_shape import PAGE_TOKENS, ModelShape, PlannedCodec, encoded
-from hcache_backend.plan.plan import LENGTHS, Conversations, FleetPlan, PartitionPlan, RestorePath
+from hcache_backend.plan.plan import LENGTHS, PartitionPlan, RestorePath
 from hcache_backend.plan.profile import PRESETS, Profile, Rate, load_profile, preset_profile
 from hcache_backend.plan.record import records, save_record
 from hcache_backend.plan.restore import Partition, describe
 
 _NAMES = ", ".join(PRESETS)
 _TITLES = {"mix": "this partition", "hidden": "hidden states", "kv": "KV offload"}
-_RESOURCES: dict[Any, str] = {"l3": "L3", "bus": "bus", "compute": "GPU"}
 _OPERATIONS = {
     "hidden_copy": "hidden states, host to device",
     "kv_load": "KV, host to pool",
@@ -48,10 +46,6 @@ def plan(
     tp: common.Ranks = 1,
     restore: Annotated[RestorePath, Option(help="Option `restore` of the server.")] = "auto",
     codec: common.Codec = "auto",
-    users: Annotated[int | None, Option(min=1, help="Conversations to plan capacity for.")] = None,
-    turns_per_hour: Annotated[float, Option(min=0.001, help="Turns of each of them.")] = 6.0,
-    new_tokens: Annotated[int, Option(min=1, help="Tokens of a question and reply.")] = 500,
-    replicas: Annotated[int, Option(min=1, help="Servers of --tp GPUs and --ssds.")] = 1,
     as_json: common.AsJson = False,
     plot: Annotated[Path | None, Option(help="Draw the pipelines, as PNG.")] = None,
     apply: Annotated[
@@ -77,15 +71,11 @@ def plan(
     result = PartitionPlan(profile, shape, tokens, tp, restore, sides)
     report = result.report()
     report["notes"] += extra
-    show = partial(_show, result, report["notes"])
-    if users is not None:
-        fleet = FleetPlan(result, Conversations(users, turns_per_hour, new_tokens), replicas)
-        report["fleet"], show = fleet.report(), partial(_show_fleet, fleet)
     if plot is not None:
         _draw(result, plot)
     if apply is not None:
         _apply(apply, shape, result.stored)
-    common.output(report, as_json, lambda _: show(model))
+    common.output(report, as_json, lambda _: _show(result, report["notes"], model))
 
 
 def _apply(folder: Path, shape: ModelShape, partition: Partition) -> None:
@@ -179,36 +169,6 @@ def _draw(plan: PartitionPlan, path: Path) -> None:
     figure.savefig(path, dpi=130, format="png")
 
 
-def _show_fleet(fleet: FleetPlan, path: Path) -> None:
-    asked, replicas = fleet.conversations, fleet.replicas
-    under_way = "for turns that are under way" if fleet.l2_bytes is not None else "turns pile up"
-    sizes = {
-        "L3": (fleet.l3_bytes / replicas, "every page once"),
-        "L2, at least": (fleet.l2_bytes, under_way),
-        "L3 is read": (fleet.read_rate, "per second"),
-        "L3 is written": (fleet.write_rate, "per second"),
-        "read from the shared L3": (fleet.network_rate, "per second, if turns go to any replica"),
-    }
-    amounts = table("", "", "each replica#", "all#", "")
-    for name, (each, what) in sizes.items():
-        both = ("", "") if each is None else map(human_bytes, (each, each * replicas))
-        amounts.add_row(name, *both, what)
-    loads = table("", "", "share of time#", "if all were computed#")
-    for resource, name in _RESOURCES.items():
-        computed = f"{fleet.recompute_busy:.2f}" if resource == "compute" else ""
-        loads.add_row(name, f"{fleet.busy[resource]:.2f}", computed)
-    say(
-        f"{path} on {_machine(fleet.plan)}\n{replicas:,} replica(s); {asked.number:,} "
-        f"conversations of {fleet.plan.tokens:,} tokens, each with {asked.turns_per_hour:g} turns "
-        f"of {asked.new_tokens:,} new tokens per hour\nComputed from mean rates, not measured.\n",
-        amounts,
-        "",
-        loads,
-        f"\nWith {fleet.most_conversations:,} conversations the {_RESOURCES[fleet.binds]} works "
-        "all the time. New tokens count as prefill; to decode them takes longer.",
-    )
-
-
 def profile(
     model: common.Model,
     out: Annotated[Path | None, Option("--out", "-o", help="Write the profile here.")] = None,
@@ -239,14 +199,13 @@ def _measure(shape: ModelShape, config: HCacheConfig, seconds: float, *, hidden:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if shape.element_bytes == 4 else torch.bfloat16
     with common.progress_bar(hidden=hidden) as progress:
-        task = progress.add_task("L3 folders", total=2 + len(OPERATIONS))
+        task = progress.add_task("L3 folders", total=1 + len(OPERATIONS))
         l3, direct = read_rate(config, shape, seconds)
         if not direct:
             say("L3 was read through the page cache: the disk may be slower", console=common.errors)
 
         def begin(operation: str) -> None:
-            title = _OPERATIONS.get(operation, "copies during products")
-            progress.update(task, advance=1, description=title)
+            progress.update(task, advance=1, description=_OPERATIONS[operation])
 
         try:
             bench = Bench(shape, device, dtype, seconds)
@@ -265,14 +224,8 @@ def _show_profile(measured: Profile) -> None:
         tokens, seconds = max(measured.points[name])
         fixed = f"{rate.seconds * 1e6:,.0f}"
         layer.add_row(title, speed, fixed, f"{tokens:,}", f"{seconds * 1e3:,.2f}")
-    ways = table("", "copies", "alone#", "during products#", "products keep#")
-    for way in measured.copies:
-        used = " (used)" if way is measured.copies[0] else ""
-        speeds = _rate(way.alone, "B/s"), _rate(way.beside, "B/s"), f"{way.products:.0%}"
-        ways.add_row(way.name + used, *speeds)
-    alone = "Copies were measured alone, not during matrix products as on GPUs."
     head = f"{measured.device}, {measured.dtype}, {measured.date}\n"
-    say(head, layer, ways if measured.copies else alone)
+    say(head, layer, "Each was measured alone. On a GPU copies and products run at the same time.")
 
 
 def _rate(value: float, unit: str) -> str:

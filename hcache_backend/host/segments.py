@@ -107,7 +107,7 @@ class KVSegments:
         table, size = self._table(self.layers, offsets), self._tokens
         if encoder is None:
             pool = [self._by_group(plane) for plane in table.planes]
-            gather_planes_launch(memory, pages, 0, pool, slots, None, table, size, save=True).run()
+            gather_planes_launch(memory, pages, 0, pool, slots, table, size, save=True).run()
             return None
         shape = (len(table), len(pages), encoder.flags)
         fits = torch.empty(shape, dtype=torch.bool, device=slots.device)
@@ -163,7 +163,7 @@ class KVSegments:
         table, size = self._table(layers, offsets), self._tokens
         if encoder is None:
             pool = [self._by_group(plane) for plane in table.planes]
-            gather_planes_launch(memory, pages, 0, pool, slots, None, table, size).run()
+            gather_planes_launch(memory, pages, 0, pool, slots, table, size).run()
             return
         # An even number keeps the alignment of the ids of each part.
         row = len(table) * encoder.segment_bytes

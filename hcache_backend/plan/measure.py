@@ -1,8 +1,6 @@
 """Measures a profile on this machine: one layer of the model's shape, random weights; and the
 folders of L3, by the store's own file operations, all folders at once. Each operation is timed for
-more and more tokens until one call takes too long; a fixed part and a rate are fitted. On a GPU the
-rates of copies and projections are those beside each other
-(:mod:`hcache_backend.plan.contention`)."""
+more and more tokens until one call takes too long; a fixed part and a rate are fitted."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import cycle
 from pathlib import Path
@@ -27,24 +25,23 @@ from torch.nn import functional
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import round_up
-from hcache_backend.plan import contention
-from hcache_backend.plan.contention import PAGE, Contention, cold_pages, engine_works
 from hcache_backend.plan.model_shape import ModelShape
-from hcache_backend.plan.profile import CopyWay, Profile, Rate, processor_name
+from hcache_backend.plan.profile import Profile, Rate, processor_name
 from hcache_backend.store import FileOps, best_file_ops
 from hcache_backend.store.file_ops import FOLDER, PageIO, probe_alignment
 from hcache_backend.store.folder import existing_part
-from hcache_backend.streams import current_stream, new_stream
-from hcache_kernels.launch import COPY_PROGRAMS, copies_by_engine, use_copies
+from hcache_backend.streams import host_tensor
 from hcache_kernels.pages import gather_pages, gather_planes
 
 logger = logging.getLogger("hcache")
 
+PAGE = 64  # tokens
 OPERATIONS = ("hidden_copy", "kv_load", "projection", "dense", "attention")
 _SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _LEAST_POINTS = 2
 _LEAST_RUNS, _MOST_RUNS = 3, 50
 _FILE_BYTES = 512 << 20
+_COLD_BYTES = 64 << 20  # more than a processor's cache holds
 _LEAST_PIECES = 8
 _MOST_PIECE_BYTES = 16 << 20
 
@@ -75,6 +72,17 @@ def fit(points: Sequence[Point]) -> Rate:
     return Rate(seconds=float(fixed), per_second=largest / float(slope))
 
 
+def cold_pages(
+    tokens: int, segment: int, device: torch.device
+) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
+    """Host pages of two segments each (bytes), and ids of pages to copy in turn, again and again,
+    so that no page is in the processor's cache."""
+    pages = tokens // PAGE
+    sets = 1 + _COLD_BYTES // (pages * segment)
+    memory = host_tensor((sets * pages, 2 * segment), torch.uint8, device).zero_()
+    return memory, cycle(torch.randperm(sets * pages).view(sets, pages).to(device))
+
+
 @dataclass(frozen=True)
 class Bench:
     """Times the operations of one layer. ``seconds`` bounds all sizes of one operation."""
@@ -83,7 +91,6 @@ class Bench:
     device: torch.device
     dtype: torch.dtype
     seconds: float = 2.0
-    engine: bool = False  # the copy engine copies hidden states
 
     @torch.no_grad()
     def points(self, operation: str) -> list[Point]:
@@ -104,25 +111,6 @@ class Bench:
             if len(found) >= _LEAST_POINTS and left < 4 * _LEAST_RUNS * found[-1].seconds:
                 break
         return found
-
-    @torch.no_grad()
-    def copies(self) -> tuple[CopyWay, ...]:
-        """Ways to copy beside projections, best first; none on a CPU or after a failure."""
-        if self.device.type != "cuda":
-            return ()
-        model = self.model
-        try:
-            weight = self._rows(model.kv_width, model.hidden)
-            hidden = self._rows(contention.PRODUCT_TOKENS, model.hidden)
-            row_bytes = model.hidden * self.dtype.itemsize
-            product = lambda: functional.linear(hidden, weight)  # noqa: E731
-            found = Contention(self.device, row_bytes, product, self.seconds).measure()
-        except Exception as error:  # the rest of a profile is worth having
-            what = "copies were not measured during matrix products (defaults are used)"
-            logger.warning("hcache: %s: %s", what, error)
-            return ()
-        torch.cuda.empty_cache()  # other streams cannot use the memory cached for products
-        return tuple(CopyWay(**speed._asdict()) for speed in found)
 
     def _time(self, work: Work, share: float) -> float:
         """Seconds of the fastest call: other load of the machine only adds to it."""
@@ -149,31 +137,22 @@ class Bench:
             segment = PAGE * self.model.hidden * self.dtype.itemsize
             memory, turns = cold_pages(tokens, segment, self.device)
             room = torch.empty((tokens // PAGE, segment), dtype=torch.uint8, device=self.device)
-            following = cycle([ids if self.engine else ids.to(self.device) for ids in turns])
+            size = tokens * self.model.hidden * self.dtype.itemsize
+            return size, lambda: gather_pages(memory, next(turns), segment, segment, room)
 
-            def work() -> None:
-                ids = next(following)
-                copying.run(lambda: gather_pages(memory, ids, segment, segment, room))
-                copying.record().synchronize()
-
-            return tokens * self.model.hidden * self.dtype.itemsize, work
-
-        # CUDA's default stream takes no batches for the copy engine.
-        copying = new_stream(self.device, "copy") if self.engine else current_stream(self.device)
         return prepare
 
     def _kv_load(self) -> Prepare:
         def prepare(tokens: int) -> tuple[float, Work]:
             pages, row = tokens // PAGE, self.model.kv_width * self.dtype.itemsize
             memory, turns = cold_pages(tokens, PAGE * row, self.device)
-            following = cycle([ids.to(self.device) for ids in turns])
             # The split into K, V and heads makes no difference.
             halves = (PAGE * (row // 2), PAGE * (row - row // 2))
             how: dict[str, Any] = {"dtype": torch.uint8, "device": self.device}
             pool = [torch.zeros((2 * pages, 1, 1, half), **how) for half in halves]
             places = torch.randperm(2 * pages)[:pages].to(self.device)
             size = tokens * self.model.kv_width * self.dtype.itemsize
-            return size, lambda: gather_planes(memory, next(following), 0, pool, places)
+            return size, lambda: gather_planes(memory, next(turns), 0, pool, places)
 
         return prepare
 
@@ -218,17 +197,6 @@ class Bench:
         return prepare
 
 
-def use_measured_copies(
-    copies: Sequence[CopyWay], device: torch.device, *, engine: bool = True
-) -> None:
-    """Let this process copy by the first of ``copies``, if any. The copy engine must be allowed and
-    work here, because a profile may be of another machine."""
-    if copies:  # K and V are always copied by a kernel
-        programs = next((way.programs for way in copies if way.programs), COPY_PROGRAMS)
-        taken = engine and copies[0].programs is None and engine_works(device)
-        use_copies(programs, engine=taken)
-
-
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
@@ -240,27 +208,15 @@ def measure(
     source: str = "measured by hcache profile",
     begin: Callable[[str], object] = lambda operation: None,
 ) -> Profile:
-    """Measure every operation of a layer; ``begin`` is called before each. From then on this
-    process copies in the best way. Random state is restored: ranks must draw the same numbers."""
+    """Measure every operation of a layer; ``begin`` is called before each. Random state is
+    restored: ranks must draw the same numbers."""
     points: dict[str, list[Point]] = {}
     on_gpu = [bench.device] if bench.device.type == "cuda" else []
     with torch.random.fork_rng(devices=on_gpu):
-        begin("copies")
-        copies = bench.copies()
-        use_measured_copies(copies, bench.device)
-        bench = replace(bench, engine=copies_by_engine())
         for operation in OPERATIONS:
             begin(operation)
             points[operation] = bench.points(operation)
     rates: dict[str, Any] = {operation: fit(found) for operation, found in points.items()}
-    # Shares of their rates that operations keep beside each other.
-    kernels = [way for way in copies if way.programs is not None]
-    kept = [("projection", way.products) for way in copies[:1]]
-    kept += [("hidden_copy", way.beside / way.alone) for way in copies[:1]]
-    kept += [("kv_load", way.beside / way.alone) for way in kernels[:1]]
-    for operation, share in kept:
-        alone = rates[operation]
-        rates[operation] = Rate(seconds=alone.seconds, per_second=alone.per_second * share)
     return Profile(
         device=device_name(bench.device),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -269,7 +225,6 @@ def measure(
         l3=l3,
         model=bench.model,
         dirs=tuple(map(str, dirs)),
-        copies=copies,
         points={
             operation: tuple((point.tokens, point.seconds) for point in found)
             for operation, found in points.items()

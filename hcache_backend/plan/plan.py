@@ -182,6 +182,12 @@ class PartitionPlan:
                 "every rank loaded whole hidden states"
             )
         if self.profile.l3 is not None:
+            busy = self.machine.costs(self.tokens, 0, "first").reading(self.stored)
+            busy += self.machine.sides_seconds("first")[0]
+            found.append(
+                f"a hit that is read whole keeps L3 busy for {busy * 1e3:,.1f} ms, so L3 reads at "
+                f"most {1 / busy:,.1f} of them per second"
+            )
             found += self._other_path()
         if self.restore == "auto" and self.tp > 1 and (partition.hidden or model.latent):
             what = "latents" if model.latent else "hidden states"
@@ -269,63 +275,3 @@ class PartitionPlan:
 
 def _busiest(busy: Mapping[Resource, float]) -> Resource:
     return max(busy, key=lambda resource: busy[resource])
-
-
-class Conversations(NamedTuple):
-    """Restorable conversations, turns of each, tokens of a question and its reply."""
-
-    number: int
-    turns_per_hour: float
-    new_tokens: int
-
-
-@dataclass
-class FleetPlan:
-    """``replicas`` servers of ``plan``, whose ``tokens`` are a history; turns divide evenly. Each
-    replica has ``plan.tp`` devices and an L3. Hits that are not refused are read whole, because
-    busy servers have no time to recompute a front. Rates are bytes per second."""
-
-    plan: PartitionPlan
-    conversations: Conversations
-    replicas: int
-
-    def __post_init__(self) -> None:
-        plan, (number, turns_per_hour, new) = self.plan, self.conversations
-        token, tokens = plan.bytes_per_token("mix"), plan.tokens + new
-        side = plan.sides.size if plan.sides else 0  # one for each conversation and turn
-        self.turns_per_second = turns = number * turns_per_hour / 3600 / self.replicas
-        self.l3_bytes = number * (tokens * token + side)  # on all replicas, each page once
-        prefill = plan.machine.prefill(new, plan.tokens)
-        # Seconds per turn, and load, of each resource of a replica.
-        self.turn = plan.busy("recompute" if plan.refused else "mix")
-        self.turn["compute"] += prefill
-        self.busy = {name: seconds * turns for name, seconds in self.turn.items()}
-        self.binds = _busiest(self.turn)
-        self.most_conversations = int(number / self.busy[self.binds])  # on all replicas
-        self.recompute_busy = (plan.seconds("recompute") + prefill) * turns  # of histories
-        # A replica's host memory for turns under way, by Little's law and the delays of a queue
-        # (M/M/1) at the busiest resource; None: turns pile up.
-        self.l2_bytes: float | None = None
-        if (busiest := self.busy[self.binds]) < 1:
-            under_way = turns * sum(self.turn.values()) / (1 - busiest)
-            self.l2_bytes = max(1.0, under_way) * (tokens * token + side)
-        self.read_rate = 0.0 if plan.refused else turns * (plan.tokens * token + side)
-        self.write_rate = turns * (new * token + side)
-        # From other replicas' L3, if turns go to any replica.
-        self.network_rate = self.read_rate * (self.replicas - 1) / self.replicas
-
-    def report(self) -> dict[str, Any]:
-        return {
-            **self.conversations._asdict(),
-            "replicas": self.replicas,
-            "turns_per_second": self.turns_per_second,
-            "l2_bytes": self.l2_bytes,
-            "l3_bytes": self.l3_bytes,
-            "read_bytes_per_second": self.read_rate,
-            "write_bytes_per_second": self.write_rate,
-            "network_bytes_per_second": self.network_rate,
-            "busy": self.busy,
-            "busy_recomputing": self.recompute_busy,
-            "binds": self.binds,
-            "most_conversations": self.most_conversations,
-        }

@@ -36,33 +36,9 @@ class Rate(BaseModel):
         return self.seconds + amount / self.per_second
 
 
-class CopyWay(BaseModel):
-    """A way to copy hidden states to the device, measured beside matrix products: bytes per second
-    ``alone`` and ``beside``, and the share of their speed that ``products`` keep. ``programs`` are
-    those of the copying kernel; None: the copy engine."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    programs: int | None = Field(default=None, gt=0)
-    alone: float = Field(gt=0, allow_inf_nan=False)
-    beside: float = Field(gt=0, allow_inf_nan=False)
-    products: float = Field(gt=0, le=1)
-
-    @property
-    def name(self) -> str:
-        return "copy engine" if self.programs is None else f"kernel, {self.programs} programs"
-
-    def describe(self) -> str:
-        return (
-            f"{self.name}: {self.beside / 1e9:,.1f} GB/s beside matrix products "
-            f"({self.alone / 1e9:,.1f} alone), which keep {self.products:.0%} of their speed"
-        )
-
-
 class Profile(BaseModel):
-    """A machine: one device, its bus, and the L3 of the host. Copies and projections run at the
-    same time: if ``copies`` were measured, ``hidden_copy``, ``kv_load`` and ``projection`` are
-    rates beside each other."""
+    """A machine: one device, its bus, and the L3 of the host. Each rate is that of an operation
+    alone."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -82,14 +58,8 @@ class Profile(BaseModel):
     attention: Rate  # FLOPs; it makes recomputation quadratic
     model: ModelShape | None = None  # None: assumed numbers
     dirs: tuple[str, ...] = ()
-    copies: tuple[CopyWay, ...] = ()  # the used one first; none on a CPU or if assumed
-    # Measured, for readers: operation -> (tokens, seconds), each alone.
+    # Measured, for readers: operation -> (tokens, seconds).
     points: dict[str, tuple[tuple[int, float], ...]] = Field(default_factory=dict)
-
-    @property
-    def recompute_slowdown(self) -> float:
-        """Factor on recomputation while other layers are copied."""
-        return 1 / self.copies[0].products if self.copies else 1.0
 
     def save(self, path: Path) -> None:
         path.write_text(self.model_dump_json(indent=2) + "\n")

@@ -85,18 +85,16 @@ class LayerCosts(NamedTuple):
     l3_h: float = 0.0  # reading hidden states from L3 before the restore
     l3_kv: float = 0.0
     c_tok_last: float | None = None  # the last one ends with K and V; None: as in the paper
-    slowdown: float = 1.0  # of recomputation while other layers are copied
 
     def slower_recomputation(self, times: float) -> LayerCosts:
         last = None if self.c_tok_last is None else times * self.c_tok_last
         return self._replace(c_tok=times * self.c_tok, c_tok_last=last)
 
-    def recomputation(self, layers: int, *, beside_copies: bool = False) -> float:
+    def recomputation(self, layers: int) -> float:
         """Seconds to recompute the first ``layers`` layers."""
-        slowdown = self.slowdown if beside_copies else 1.0
         if layers == 0 or self.c_tok_last is None:
-            return slowdown * layers * self.c_tok
-        return slowdown * ((layers - 1) * self.c_tok + self.c_tok_last)
+            return layers * self.c_tok
+        return (layers - 1) * self.c_tok + self.c_tok_last
 
     def reading(self, partition: Partition) -> float:
         """Seconds of L3 before the restore begins."""
@@ -107,8 +105,7 @@ class LayerCosts(NamedTuple):
 
     def compute(self, partition: Partition) -> float:
         """Seconds of recomputation and projections."""
-        first, copies = partition.recompute, partition.recompute < partition.layers
-        return self.recomputation(first, beside_copies=copies) + self.c_h * partition.hidden
+        return self.recomputation(partition.recompute) + self.c_h * partition.hidden
 
     def least(self, partition: Partition) -> float:
         """Lower bound: seconds of the slower stream. It is the paper's objective (section 4.1.2),
@@ -152,9 +149,8 @@ def simulate(
     begin = transfer = compute = costs.reading(partition)
     if begin:
         note("l3", None, None, 0.0, begin)
-    copies = partition.recompute < partition.layers
     for layer in range(partition.recompute):
-        end = begin + costs.recomputation(layer + 1, beside_copies=copies)
+        end = begin + costs.recomputation(layer + 1)
         note("compute", layer, "recompute", compute, end)
         compute = end
     io_h, io_kv, c_h = costs.io_h / chunks, costs.io_kv / chunks, costs.c_h / chunks
@@ -299,7 +295,6 @@ class Restore:
             c_h=profile.projection.time(tokens * projection),
             c_tok=c_tok,
             c_tok_last=None if self.paper else min(c_tok, last),
-            slowdown=profile.recompute_slowdown,
         )
         if profile.l3 is None or l3 == "none":
             return costs

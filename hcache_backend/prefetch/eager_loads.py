@@ -77,8 +77,7 @@ class EagerLoads:
         for info in cache.ongoing_prefetch.values():
             prefetch = self._prefetches.of(info.operation)
             prefetch.anchor = info.anchor_node_id
-            # For a hint: nobody waits for K and V.
-            if info.operation.host_indices is not None and not prefetch.announced:
+            if info.operation.host_indices is not None:
                 running[info.operation] = prefetch
         for operation in restores.running():
             if operation not in running:

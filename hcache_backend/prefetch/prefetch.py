@@ -170,7 +170,6 @@ class Prefetch:
     lost: int = 0  # arrived, but worth nothing without the rest
     reachable: float = math.inf  # not yet arrived, and slices can still reach them
     behind: bool = False  # another prefetch brings the first page of its hit
-    announced: bool = False  # for a hint: no request waits for it
 
     def came(self, completed: int, page_size: int) -> None:
         """``completed`` tokens count on all ranks. Called in every turn of the scheduler."""
@@ -212,29 +211,6 @@ class Held:
     let_go: Callable[[], object] | None = None  # allows their eviction; None: they are not held
 
 
-@dataclass(eq=False, kw_only=True)
-class Hint(Held):
-    """A prompt that a client has announced: no request with its beginning is in a queue."""
-
-    prompt: Any  # its token ids, an array of int64
-    seconds: float  # its time to live, from ``since`` (monotonic) on
-    since: float
-    prefetch: bool  # L3 is read for it, and it ends with its use
-    reads: bool = False  # L3 may have more of it than the last look-up found
-    asked: int = -1  # tokens at its front that were there when L3 was asked last; -1: it was not
-    used: bool = False  # a request has come with the prompt
-    turns: int = 0  # of the scheduler since it came
-    tree: Any = None  # stands for the content of SGLang's cache, until a flush
-    next_look: float = 1.0  # seconds from ``since`` on until host memory is looked at again
-
-    def begins(self, request: Any, ids: Any, tokens: int) -> bool:
-        """True if its first ``tokens`` are those of a ``request`` with these ``ids``, an array."""
-        if not 0 < tokens <= len(ids) or ids[tokens - 1] != self.prompt[tokens - 1]:
-            return False
-        own, others = ((one.extra_key, one.cache_salt) for one in (self.request, request))
-        return bool(own == others and ids[:tokens] == self.prompt[:tokens])
-
-
 class Prefetches:
     """The prefetches of a process. ``lock`` guards what several threads change."""
 
@@ -250,11 +226,6 @@ class Prefetches:
         self._of: weakref.WeakKeyDictionary[Any, Prefetch] = weakref.WeakKeyDictionary()
         self._final: OrderedDict[str, State] = OrderedDict()  # of requests
 
-    @property
-    def hints(self) -> dict[str, Hint]:
-        """Those of ``held`` whose requests have not come."""
-        return {name: one for name, one in self.held.items() if isinstance(one, Hint)}
-
     def of(self, operation: Any) -> Prefetch:
         """The prefetch of SGLang's ``operation``. Any thread."""
         with self.lock:
@@ -267,9 +238,7 @@ class Prefetches:
         """L3 is asked for tokens of a request behind ``prefix``."""
         with self.lock:
             state = self._final.get(request_id, State.ASKED)
-            asked = Prefetch(request_id, prefix, recomputing, state)
-            asked.announced = request_id in self.hints
-            self.waiting[request_id] = asked
+            asked = self.waiting[request_id] = Prefetch(request_id, prefix, recomputing, state)
             return asked
 
     def forget(self, request_id: str) -> None:

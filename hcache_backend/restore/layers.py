@@ -74,7 +74,8 @@ class Part(NamedTuple):
 
 def parts_of(
     layers: Mapping[int, RestoredLayer],
-    ids: Mapping[str, torch.Tensor],
+    page_ids: torch.Tensor,
+    held_ids: torch.Tensor,
     rows: TokenRows,
     shared: TokenRows,
     chunk_pages: int,
@@ -82,11 +83,11 @@ def parts_of(
     launches: int = MOST_LAUNCHES,
 ) -> Iterator[Part]:
     """The parts of a restore, in the order in which they are copied. ``layers`` are the loaded ones
-    by number, ascending. ``ids`` are physical pages, int64 ``[p]``, by method, and ``"header"`` for
-    copies that read headers. ``shared``: ``rows`` in the order in which hidden states arrive, at
-    most ``chunk_pages`` a part. The first layer has ``pieces``, if it has enough tokens. K and V
-    have at most ``launches`` parts, or one for each group of layers."""
-    pages, first = len(ids["kv"]), next(iter(layers), 0)
+    by number, ascending. ``page_ids`` are physical pages, int64 ``[p]``; ``held_ids`` are the same
+    on the CPU, for copies that read headers. ``shared``: ``rows`` in the order in which hidden
+    states arrive, at most ``chunk_pages`` a part. The first layer has ``pieces``, if it has enough
+    tokens. K and V have at most ``launches`` parts, or one for each group of layers."""
+    pages, first = len(page_ids), next(iter(layers), 0)
     size = len(rows.slots) // max(1, pages)
     for group in _groups(layers, launches):
         layer = layers[group.start]
@@ -94,12 +95,11 @@ def parts_of(
         if group.start == first and layer.copy is None:
             step = min(step, max(-(-pages // pieces), FIRST_PIECE_TOKENS // max(1, size), 1))
         positions, slots = shared if layer.arrives else rows
-        by = "header" if layer.by_header else layer.method
-        page_ids = ids["hidden" if layer.arrives else by]
+        ids = held_ids if layer.by_header and not layer.arrives else page_ids
         for start in range(0, pages, step):
             tokens = slice(start * size, (start + step) * size)
             part, last = slice(start, start + step), start + step >= pages
-            yield Part(group, part, page_ids[part], positions[tokens], slots[tokens], last)
+            yield Part(group, part, ids[part], positions[tokens], slots[tokens], last)
 
 
 def _groups(layers: Mapping[int, RestoredLayer], launches: int) -> Iterator[range]:

@@ -31,7 +31,6 @@ from hcache_backend.restore.layers import Part, Recompute, RestoredLayer, TokenR
 from hcache_backend.restore.report import RestoreReport, RunningRestore
 from hcache_backend.restore.ring import Ring, largest_segment, ring_bytes
 from hcache_backend.streams import Event, current_stream, held_for_device, host_tensor, new_stream
-from hcache_kernels.launch import copies_by_engine
 from hcache_kernels.pages import gather_pages
 
 
@@ -93,13 +92,11 @@ class RestorePipeline:
         positions = torch.empty(len(slots), dtype=torch.int64, device=device)
         rows = TokenRows(positions, slots)
         shared = rows if self.exchange is None else TokenRows(*map(torch.empty_like, rows))
-        hidden = held_pages if copies_by_engine() else page_ids
-        ids = {"kv": page_ids, "hidden": hidden, "header": held_pages}
         pieces = FIRST_PIECES if recompute is None and self.exchange is None else 1
         launches = 1 if ahead else layers.MOST_LAUNCHES  # no forward pass waits for these
         chosen = {index: self._layers[index] for index in loaded}
         how = self._chunk_pages, pieces, launches
-        parts = deque(layers.parts_of(chosen, ids, rows, shared, *how))
+        parts = deque(layers.parts_of(chosen, page_ids, held_pages, rows, shared, *how))
         bring = self._exchanged(parts, held_pages) if self.exchange else self._bring_own
         behind = current_stream(device).record()
         self._copy.wait(behind)

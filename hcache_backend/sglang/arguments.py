@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ import torch
 from hcache_backend.config import ConfigError
 from hcache_backend.fingerprint import digest_tensors, fingerprint, namespace
 from hcache_backend.format.units import SHARD_COUNTS
+from hcache_backend.metrics import logger
 
 # inputs of a request (SGLang's ``Req``) besides its token ids
 NOT_IN_TOKEN_IDS = ("input_embeds", "positional_embed_overrides", "multimodal_inputs", "lora_id")
@@ -146,3 +148,25 @@ def is_plain(req: Any) -> bool:
     """True if the token ids of a request are all of its input."""
     # An attribute that SGLang has renamed counts as set.
     return all(getattr(req, name, name) is None for name in NOT_IN_TOKEN_IDS)
+
+
+def warn_of_small_host_pool(
+    host_tokens: int, device_tokens: int, host_token_bytes: int, device_token_bytes: int
+) -> None:
+    """Warn with the share that can be stored if the host pool is smaller than the device's."""
+    from sglang.srt.runtime_context import get_memory
+
+    missing = (device_tokens - host_tokens) * host_token_bytes
+    if missing <= 0 or (memory := get_memory()).hicache_write_policy == "write_back":
+        return  # write_back keeps tokens in host memory that left the device
+    if memory.hicache_size > 0:
+        enough = f"--hicache-size {math.ceil(memory.hicache_size + missing / 1e9)}"
+    else:
+        # A little more: some may be set aside for rows that a codec cannot hold.
+        more = 1.004 * missing / (device_tokens * device_token_bytes)
+        enough = f"--hicache-ratio {math.ceil(100 * (memory.hicache_ratio + more)) / 100:.2f}"
+    logger.warning(
+        f"hcache: the host pool has room for {host_tokens} tokens and the device pool for "
+        f"{device_tokens}: about {100 * host_tokens // device_tokens}% of what fills the device is "
+        f"stored (hcache_not_backed_up_tokens_total counts the rest); with {enough} all of it"
+    )

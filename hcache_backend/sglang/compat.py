@@ -56,13 +56,6 @@ def set_extend_range(request: Any, before: int, end: int) -> None:
         request.prefix_len, request.extend_end = before, end
 
 
-def prefix_length(request: Any) -> int:
-    """Tokens at the front of SGLang's ``request`` that the device had at its last look-up."""
-    if hasattr(request, "prefix_len"):
-        return int(request.prefix_len)
-    return len(request.prefix_indices)
-
-
 def restart_timeout(cache: Any, operation: Any) -> None:
     """Let the time of a prefetch under policy ``timeout`` begin now. From 0.5.23 on it begins when
     its request could have been admitted, which a record in the cache says."""

@@ -6,7 +6,7 @@ Each target has one hook, so features share some: its function says what runs in
 from __future__ import annotations
 
 from hcache_backend.metrics import logger
-from hcache_backend.sglang import disaggregation, hints, model_runner, radix_cache, storage_threads
+from hcache_backend.sglang import disaggregation, model_runner, radix_cache, storage_threads
 from hcache_backend.sglang.hook_registry import install
 from hcache_backend.sglang.scheduler import BATCH, COMPUTED, RECEIVED, REQUEST
 
@@ -39,7 +39,6 @@ HITS = [
     storage_threads.READ,
     storage_threads.READ_BATCH,
 ]
-HINTS = [hints.ATTACH, radix_cache.TURN, RECEIVED, BATCH]  # of clients
 EVENTS = [radix_cache.EVENTS, storage_threads.BACKUP]  # what L3 stores and evicts
 PREFILL_SERVER = [disaggregation.SEND_PREFIX, disaggregation.METADATA]
 DECODE_SERVER = [disaggregation.RECEIVED_PROMPT]  # keeps K and V of other weights out of L3

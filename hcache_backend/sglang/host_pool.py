@@ -127,7 +127,7 @@ class OwnPagesPool(HostKVCache):
                 device=self.device,
                 pin_memory=self.pin_memory,
                 allocator=self.allocator,
-                # No page lies in two registrations: a copy of the copy engine may not span them.
+                # No page lies in two registrations: one copy may not span them.
                 registration_granularity_bytes=size,
             )
         of_arena = (self.page_layout, *self._pages, self._stamp)

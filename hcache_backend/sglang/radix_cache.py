@@ -11,7 +11,7 @@ from hcache_backend import metrics
 from hcache_backend.prefetch.eager_loads import is_on_device, slots_to
 from hcache_backend.prefetch.gate import harmless
 from hcache_backend.ranks import Turn
-from hcache_backend.sglang import hints, waiting
+from hcache_backend.sglang import waiting
 from hcache_backend.sglang.arguments import is_plain
 from hcache_backend.sglang.hook_registry import Hook, OnError, Original
 from hcache_backend.sglang.runtime import current
@@ -30,19 +30,13 @@ def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     with harmless():
         waiting.left()
     result = original(cache, *a, **kw)
-    expired = None
     with harmless():
         waiting.fetched(cache)
-        hints.go_on(cache)
-        expired = hints.ask(turn)
     if gate is not None:
         gate.ask(turn)
     if ours is not None:
         ours.begin_turn(turn)
     turn.agree(cache._all_reduce_attn_groups)
-    with harmless():
-        if expired is not None:
-            hints.hear(*expired)
     if gate is not None:
         gate.hear()
     if ours is not None:

@@ -33,7 +33,7 @@ def around_received(original: Original, scheduler: Any, req: Any, *a: Any, **kw:
     with harmless():
         prefetches, gate = current().prefetches, gate_of(scheduler.tree_cache)
         prefetches.scheduler = scheduler
-        prefetches.plain = is_plain(req) and req.rid not in prefetches.hints
+        prefetches.plain = is_plain(req)
         if gate is not None and not req.storage_prefetch_retry_attempts:
             prefetches.forget(req.rid)  # an earlier request may have had the same one
         _note_waiting(scheduler)

@@ -48,7 +48,7 @@ def around_look_up(original: Original, controller: Any, operation: Any, *a: Any,
     with gate.l3.looking():
         keys, tokens = original(controller, operation, *a, **kw)
     taken, shared = tokens, min(tokens, found_shared() * controller.page_size)
-    if tokens and not prefetch.announced:  # no request is later because of that
+    if tokens:
         parts = not operation.pool_transfers
         taken = gate.takes(prefetch, tokens, len(operation.token_ids), shared, parts=parts)
     return keys[: taken // controller.page_size], taken

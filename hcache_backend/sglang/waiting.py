@@ -14,8 +14,8 @@ from itertools import chain, islice
 from typing import Any
 
 from hcache_backend import metrics
-from hcache_backend.prefetch.prefetch import Held, Hint, Prefetches
-from hcache_backend.sglang.compat import prefix_length, restart_timeout
+from hcache_backend.prefetch.prefetch import Held, Prefetches
+from hcache_backend.sglang.compat import restart_timeout
 from hcache_backend.sglang.runtime import current
 
 _SHARE = 2  # at most half of host memory is held or being read: backups need the other half
@@ -43,15 +43,10 @@ def with_room(cache: Any, answered: int | None) -> int | None:
     short, allotted = False, 0
     for operation in list(islice(answers.queue, answered)):
         needed = _tokens_to_read(cache, operation, reading)
-        if needed and operation.request_id in prefetches.hints:
-            if filled + needed > room(cache) or not _make_room(cache, allotted + needed):
-                end_hint(operation.request_id, "given_up")  # nobody waits for it, or behind it
-                needed = 0
-        elif needed and not short:
-            _make_way(cache, filled + needed, allotted + needed)
-            short = bool(filled) and filled + needed > room(cache)
+        if needed and not short:
+            short = bool(filled) and filled + needed > _room(cache)
             if not short and not _make_room(cache, allotted + needed):
-                short = bool(filled) or (needed <= room(cache) and not _is_idle())
+                short = bool(filled) or (needed <= _room(cache) and not _is_idle())
                 if not short and operation.pool_transfers:
                     # HiCache would read a part, at the end of which other pools have nothing.
                     cache.revoke_pending_prefetch(operation.handle)
@@ -72,14 +67,9 @@ def with_room(cache: Any, answered: int | None) -> int | None:
     return len(taken)
 
 
-def room(cache: Any) -> int:
+def _room(cache: Any) -> int:
     """Most tokens in host memory that are held, or being read."""
     return int(cache.cache_controller.mem_pool_host.size) // _SHARE
-
-
-def has_room(cache: Any, tokens: int) -> bool:
-    """True if ``tokens`` more may be held."""
-    return held_tokens(current().prefetches.held.values()) + tokens <= room(cache)
 
 
 def _make_room(cache: Any, tokens: int) -> bool:
@@ -103,32 +93,6 @@ def _is_idle() -> bool:
     others = getattr(scheduler, "running_mbs", ()), getattr(scheduler, "mbs", ())  # of stages
     batches = scheduler.running_batch, scheduler.last_batch, *chain(*others)
     return all(batch is None or batch.is_empty() for batch in batches)
-
-
-def _make_way(cache: Any, filled: int, tokens: int) -> None:
-    """End hints, the oldest first, until ``filled`` tokens, ``tokens`` of them new, have room."""
-    prefetches = current().prefetches
-    for name in prefetches.hints:
-        beside = filled + held_tokens(prefetches.hints.values())
-        if beside <= room(cache) and _make_room(cache, tokens):
-            break
-        end_hint(name, "given_up")
-
-
-def end_hint(name: str, unused: str) -> None:
-    """Let go of the prompt of a hint, and end its prefetch. ``unused``: why no request used it."""
-    prefetches = current().prefetches
-    hint = prefetches.hints[name]
-    metrics.HINTS.count("useful" if hint.used else unused)
-    metrics.L3_TOKENS.add(hint_useless=hint.read)
-    hint.read = 0
-    _gone(name)
-    prefetches.scheduler.tree_cache.release_aborted_request(hint.request.cache_request_handle)
-
-
-def there(hint: Hint) -> int:
-    """Tokens at its front on the device or in host memory, at the last look-up."""
-    return prefix_length(hint.request) + int(hint.request.host_hit_length)
 
 
 def held_tokens(held: Iterable[Held]) -> int:
@@ -176,25 +140,20 @@ def _note_behind(operation: Any, other: Any, page: int) -> bool:
 def came(scheduler: Any, request: Any) -> None:
     """SGLang has looked a new request up, or a waiting one again: hold its prompt."""
     cache, prefetches = scheduler.tree_cache, current().prefetches
-    held: Held | None = prefetches.hints.get(request.rid)
-    if held is None:
-        _gone(request.rid)
-        held = Held(request)
+    _gone(request.rid)
     if not getattr(cache, "enable_storage", False):
         return
     info = cache.ongoing_prefetch.get(request.cache_request_handle)
-    held.request, held.operation = request, None if info is None else info.operation
+    held = Held(request, None if info is None else info.operation)
     prefetches.held[request.rid] = held
-    if has_room(cache, request.host_hit_length) and not prefetches.short_of_room:
-        hold(cache, held)
+    tokens = held_tokens(prefetches.held.values()) + request.host_hit_length
+    if tokens <= _room(cache) and not prefetches.short_of_room:
+        _hold(cache, held)
 
 
-def hold(cache: Any, held: Held) -> None:
-    """Keep what host memory has of a prompt, by its last look-up. A hint's stays there also when
-    it leaves the device."""
+def _hold(cache: Any, held: Held) -> None:
+    """Keep what host memory has of a prompt, by its last look-up."""
     node, tokens = held.request.last_host_node, held.request.host_hit_length
-    if isinstance(held, Hint):
-        tokens = there(held)
     if held.let_go is not None:
         held.let_go()
         held.tokens, held.let_go = 0, None
@@ -216,12 +175,8 @@ def left() -> None:
         bootstrap = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
         queued = [*scheduler.waiting_queue, *(() if bootstrap is None else bootstrap.queue)]
         waiting = {request.rid for request in queued}
-        for rid, one in list(held.items()):
-            if isinstance(one, Hint):
-                if one.tree is not scheduler.tree_cache.storage_prefetch_retries:
-                    end_hint(rid, "useless")  # a flush has emptied the tree
-            elif rid not in waiting:
-                _gone(rid)
+        for rid in [rid for rid in held if rid not in waiting]:
+            _gone(rid)
 
 
 def fetched(cache: Any) -> None:
@@ -238,7 +193,7 @@ def fetched(cache: Any) -> None:
                 if info.operation.host_indices is None:
                     _note_behind(info.operation, operation, cache.page_size)
             request.init_next_round_input(cache, cow_mamba=False)  # as SGLang looks a prefix up
-            hold(cache, held)
+            _hold(cache, held)
 
 
 def count_used(requests: Sequence[Any]) -> None:
@@ -249,12 +204,6 @@ def count_used(requests: Sequence[Any]) -> None:
             hit = min(held.read, max(0, request.cached_tokens_storage - held.computed))
             metrics.L3_TOKENS.add(hit=hit, unused=held.read - hit)
             held.read = 0
-        for name, hint in current().prefetches.hints.items():
-            if hint.begins(request, request.origin_input_ids, there(hint)):
-                metrics.L3_TOKENS.add(hint_useful=hint.read)
-                hint.used, hint.read = True, 0
-                if hint.prefetch:  # it was to be here for this request
-                    end_hint(name, "")
 
 
 def _gone(rid: str) -> None:

@@ -6,17 +6,15 @@ leave the others waiting in HiCache's next collective.
 from __future__ import annotations
 
 import errno
-import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-from sglang.srt.runtime_context import get_memory
 
 from hcache_backend import config as options
-from hcache_backend.config import ConfigError, HCacheConfig
+from hcache_backend.config import ConfigError, HCacheConfig, SharedOption
 from hcache_backend.contract import check as contract
 from hcache_backend.metrics import logger
 from hcache_backend.plan.record import save_record
@@ -38,7 +36,6 @@ from hcache_backend.sglang.runtime import Runtime, current, remember
 from hcache_backend.start.capabilities import records_whole_prefills
 from hcache_backend.start.machine import judge_hits
 from hcache_backend.store import PageStore
-from hcache_backend.tiers.shared_backend import SharedBackend, make_backend
 
 STARTED_WITHOUT_US = "the server was started without HCACHE_ENABLE=1"
 
@@ -153,24 +150,35 @@ def _check_groups(runner: Any, args: Any, config: HCacheConfig) -> None:
         check_tp_lcm_size(asked, ranks, heads, own_pages=own_pages)
 
 
-class Joined(NamedTuple):
+class Closes(Protocol):
+    def close(self) -> None: ...
+
+
+_Shared = TypeVar("_Shared", bound=Closes)
+_MakeShared = Callable[[SharedOption, HiCacheStorageConfig], _Shared]
+
+
+class Joined(NamedTuple, Generic[_Shared]):
     """Parts of a backend instance; ``kv_fields``: inputs of K and V besides the weights."""
 
     runtime: Runtime
     config: HCacheConfig
     kv_fields: dict[str, object]
     store: PageStore
-    shared: SharedBackend | None
+    shared: _Shared | None
 
 
-def join(storage_config: HiCacheStorageConfig) -> Joined:
-    """Open the store for the running server; all ranks call it at the same point. Raises
-    ConfigError on every rank if an option is wrong or fixed, or a folder cannot be used."""
-    joined: Joined | None = None
+def join(
+    storage_config: HiCacheStorageConfig, make_shared: _MakeShared[_Shared]
+) -> Joined[_Shared]:
+    """Open the store for the running server, and the shared L3 that ``make_shared`` makes; all
+    ranks call it at the same point. Raises ConfigError on every rank if an option is wrong or
+    fixed, or a folder cannot be used."""
+    joined: Joined[_Shared] | None = None
     error: Exception | None = None
     with ExitStack() as opened:
         try:
-            joined = _join_here(storage_config, opened)
+            joined = _join_here(storage_config, make_shared, opened)
         except Exception as caught:
             error = caught
         _agree(storage_config, joined, error)
@@ -178,13 +186,11 @@ def join(storage_config: HiCacheStorageConfig) -> Joined:
         if joined.runtime.config is None:
             joined.runtime.use_plain_pages(STARTED_WITHOUT_US)
         judge_hits(joined.runtime, joined.config)
-        if (missing := hooks.install(hooks.HINTS)) is not None:
-            logger.warning("hcache: hints are not followed: %s", missing)
         opened.pop_all()
     return joined
 
 
-def leave_report(joined: Joined, storage_config: HiCacheStorageConfig) -> None:
+def leave_report(joined: Joined[Any], storage_config: HiCacheStorageConfig) -> None:
     """Write the server's report and its decisions to the store folders; raises OSError."""
     if storage_config.tp_rank != 0:
         return
@@ -242,26 +248,6 @@ def warn_of_single_tokens(runtime: Runtime) -> None:
         )
 
 
-def warn_of_small_host_pool(
-    host_tokens: int, device_tokens: int, host_token_bytes: int, device_token_bytes: int
-) -> None:
-    """Warn with the share that can be stored if the host pool is smaller than the device's."""
-    missing = (device_tokens - host_tokens) * host_token_bytes
-    if missing <= 0 or (memory := get_memory()).hicache_write_policy == "write_back":
-        return  # write_back keeps tokens in host memory that left the device
-    if memory.hicache_size > 0:
-        enough = f"--hicache-size {math.ceil(memory.hicache_size + missing / 1e9)}"
-    else:
-        # A little more: some may be set aside for rows that a codec cannot hold.
-        more = 1.004 * missing / (device_tokens * device_token_bytes)
-        enough = f"--hicache-ratio {math.ceil(100 * (memory.hicache_ratio + more)) / 100:.2f}"
-    logger.warning(
-        f"hcache: the host pool has room for {host_tokens} tokens and the device pool for "
-        f"{device_tokens}: about {100 * host_tokens // device_tokens}% of what fills the device is "
-        f"stored (hcache_not_backed_up_tokens_total counts the rest); with {enough} all of it"
-    )
-
-
 def open_store(config: HCacheConfig, writer: bytes) -> PageStore:
     """The page store of option ``dirs``; raises ConfigError if a folder cannot be used."""
     try:
@@ -273,7 +259,9 @@ def open_store(config: HCacheConfig, writer: bytes) -> PageStore:
         raise ConfigError(f"hcache: option 'dirs' is {folders}: {error}{hint}") from None
 
 
-def _join_here(storage_config: HiCacheStorageConfig, opened: ExitStack) -> Joined:
+def _join_here(
+    storage_config: HiCacheStorageConfig, make_shared: _MakeShared[_Shared], opened: ExitStack
+) -> Joined[_Shared]:
     """``opened`` closes what this rank has opened."""
     runtime = current()
     fields = kv_fields(runtime.runner)
@@ -283,7 +271,7 @@ def _join_here(storage_config: HiCacheStorageConfig, opened: ExitStack) -> Joine
         config = _attach_config(runtime, storage_config.extra_config or {})
         store = open_store(config, runtime.writer)
     opened.callback(store.close)
-    shared = make_backend(config.shared, storage_config) if config.shared else None
+    shared = make_shared(config.shared, storage_config) if config.shared else None
     if shared is not None:
         opened.callback(shared.close)
     return Joined(runtime, config, fields, store, shared)
@@ -340,7 +328,7 @@ def _wait_for_loads(runtime: Runtime) -> None:
 
 
 def _agree(
-    storage_config: HiCacheStorageConfig, joined: Joined | None, error: Exception | None
+    storage_config: HiCacheStorageConfig, joined: Joined[Any] | None, error: Exception | None
 ) -> None:
     """Raise on every rank if one found a problem; then read the weights together."""
     rank = f"tensor-parallel rank {storage_config.tp_rank}"

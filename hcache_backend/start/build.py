@@ -55,6 +55,7 @@ from hcache_backend.sglang.arguments import (
     drafted_tokens,
     packed_drafts,
     storage_extra_config,
+    warn_of_small_host_pool,
 )
 from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.sglang.groups import attention_ranks, new_stage_group
@@ -63,7 +64,6 @@ from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.sglang.passes import make_recomputer, run_again
 from hcache_backend.sglang.runtime import Forwards, Runtime, current
 from hcache_backend.start import page_plan
-from hcache_backend.start.attach import warn_of_small_host_pool
 from hcache_backend.start.capabilities import (
     EAGER,
     HIDDEN,

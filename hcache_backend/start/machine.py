@@ -13,8 +13,7 @@ import torch
 
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.metrics import logger
-from hcache_backend.plan.contention import PAGE
-from hcache_backend.plan.measure import Bench, device_name, measure, read_rate, use_measured_copies
+from hcache_backend.plan.measure import Bench, device_name, measure, read_rate
 from hcache_backend.plan.model_config import shape_from_config
 from hcache_backend.plan.model_shape import CLEARLY_LESS, ModelShape
 from hcache_backend.plan.profile import Profile, Rate, load_profile
@@ -27,7 +26,6 @@ from hcache_backend.sglang.groups import attention_ranks, or_stop, said_by_all_r
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start import page_plan
 from hcache_backend.start.capabilities import EAGER, JUDGING, Server, refusal
-from hcache_kernels.launch import copies_by_engine, copy_programs
 
 _QUICK_SECONDS = 0.2
 # tokens in host memory for each on the device, which is not evicted: prefetches have the others
@@ -72,7 +70,6 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
     _, shards = shard_of_rank(0, ranks, int(kvcache.page_size))
     if profile is not None:
         profile = profile.model_copy(update={"gathers": True} if shards > 1 else None)
-        copy_as_measured(profile, kvcache.device, int(kvcache.page_size) * row_bytes // shards)
     l3: L3Path = "overlapped" if eager else "first"
     l3 = "none" if args.hicache_storage_backend is None else l3
     tokens = min(int(runtime.runner.model_config.context_len), size)
@@ -212,20 +209,6 @@ def _measure(
     return measure(bench, l3, config.dirs, source="measured at a server's start")
 
 
-def copy_as_measured(profile: Profile, device: torch.device | str, segment_bytes: int) -> None:
-    """Copy over the bus, on this rank, in the best way of ``profile`` beside matrix products.
-    ``segment_bytes``: hidden states of one layer in one page of this rank; 0 leaves their way of
-    copying. The copy engine takes its time for each: small ones do not use it."""
-    if not profile.copies or profile.model is None:
-        return
-    measured = PAGE * profile.model.hidden * profile.model.element_bytes
-    engine = 2 * segment_bytes >= measured
-    use_measured_copies(profile.copies, torch.device(device), engine=engine)
-    by_engine = "; hidden states come by the copy engine" if copies_by_engine() else ""
-    programs = copy_programs(torch.device(device))
-    logger.debug("hcache: copies: kernels have %d programs%s", programs, by_engine)
-
-
 def model_shape(
     runner: Any, kvcache: Any, row_bytes: int | None = None, kv_share: float = 1.0
 ) -> ModelShape | None:
@@ -294,8 +277,6 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
     if found is None:
         return None
     profile, shape = found
-    # The self-check is over: hidden states keep the way of copying that it tried.
-    copy_as_measured(profile, runtime.runner.device, segment_bytes=0)
     partition = methods.partition if methods is not None else Partition(0, 0, shape.layers)
     return Restore(profile, shape, partition, ranks, eager=runtime.eager)
 

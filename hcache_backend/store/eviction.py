@@ -22,17 +22,14 @@ system. Eviction begins at a bound, and goes on to 2% of the pages' bytes below 
 
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import PageName
 from hcache_backend.store.folder import Folder
 from hcache_backend.store.index import Entry
 from hcache_backend.store.stats import ProblemLog, StoreStats
-
-if TYPE_CHECKING:
-    from hcache_backend.store.disk import Disk
 
 LOW_WATER = 0.98  # of the quota: eviction ends there
 _YOUNG = 16
@@ -45,11 +42,19 @@ _Use = tuple[bytes, Keys, int, int]
 _Changes = Sequence[dict[PageName, int]]  # new ranks of page files, for each disk
 
 
+class Ranked(Protocol):
+    """The pages of a folder, with their ranks: a :class:`.Disk`."""
+
+    def lookup(self, namespace: bytes, keys: Keys) -> list[list[Entry]]: ...
+    def rank_range(self) -> tuple[int, int] | None: ...
+    def raise_ranks(self, ranks: Mapping[PageName, int]) -> None: ...
+
+
 class Recency:
     """The uses of a store's pages, which its ``disks`` learn now and then. Any thread. :meth:`save`
     comes first, when the disks are open."""
 
-    def __init__(self, disks: Sequence["Disk"]) -> None:
+    def __init__(self, disks: Sequence[Ranked]) -> None:
         self._disks = disks
         self._lock, self._saving = threading.Lock(), threading.Lock()
         self._pending: dict[tuple[bytes, bytes], _Use] = {}

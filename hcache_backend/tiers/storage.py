@@ -28,12 +28,13 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from hcache_backend import metrics
 from hcache_backend.format.envelope import PageKeys, PageName
 from hcache_backend.metrics import logger
-from hcache_backend.sglang.arguments import may_be, page_size
+from hcache_backend.sglang.arguments import may_be, page_size, warn_of_small_host_pool
 from hcache_backend.sglang.backups import Backups
 from hcache_backend.sglang.runtime import Weights
 from hcache_backend.start import attach
 from hcache_backend.tiers.events import L3Events
 from hcache_backend.tiers.pool_pages import PoolPages
+from hcache_backend.tiers.shared_backend import make_backend
 from hcache_backend.tiers.tier import LocalTier, Pages, Tiered
 
 _Extra: TypeAlias = HiCacheStorageExtraInfo | None
@@ -50,7 +51,7 @@ class HCacheStorage(HiCacheStorage):
     verifies_segments = True
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
-        joined = attach.join(storage_config)
+        joined = attach.join(storage_config, make_backend)
         self._runtime, config, self._kv_fields, store, shared = joined
         self._config = storage_config
         self._tier = Tiered(LocalTier(store, self._runtime.writer), shared, self._runtime.l3)
@@ -83,7 +84,7 @@ class HCacheStorage(HiCacheStorage):
         self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
         if not self._runtime.own_pages:  # otherwise the warning came when they were made
             tokens, size = self._runtime.runner.max_total_num_tokens, mem_pool_host.size_per_token
-            attach.warn_of_small_host_pool(mem_pool_host.size, int(tokens), size, size)
+            warn_of_small_host_pool(mem_pool_host.size, int(tokens), size, size)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         first = not self._pools  # the pool of K and V may come a second time, among all others

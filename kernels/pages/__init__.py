@@ -2,8 +2,7 @@
 
 Pages are uint8 ``[pages, page_bytes]``. If the ids are on a GPU, the pages must be in pinned host
 memory or on that GPU: one kernel reads or writes them over the bus, all pages at once, so that many
-small segments cost one launch and no staging. If the ids are on the CPU, torch copies, or the copy
-engine of a GPU.
+small segments cost one launch and no staging. If the ids are on the CPU, torch copies.
 
 A program that waits for the bus keeps others off its multiprocessor. So a kernel is a few programs
 (:func:`hcache_kernels.launch.copy_programs`) that go through all pages in turn. Threads move 16
@@ -18,7 +17,6 @@ from collections.abc import Sequence
 import torch
 
 from ..checks import BYTES, INDEX_TYPES, check_range, check_tensor, wrong
-from ..copy_engine import copy_segments
 from .kernel import WORD, gather_launch, gather_planes_launch
 
 
@@ -29,26 +27,22 @@ def gather_pages(
     length: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same bytes of many pages, one after the other: uint8 ``[p, length]``. Raises NoCopyEngine
-    as :func:`hcache_kernels.copy_engine.copy_segments`.
+    """The same bytes of many pages, one after the other: uint8 ``[p, length]``.
 
     Args:
         pages: All pages, uint8 ``[pages, page_bytes]``.
         page_ids: Which ones, int32 or int64 ``[p]``, in any order.
         offset: Where the bytes begin in a page, a multiple of 8 (fastest: of 16, as all sizes).
         length: How many, a multiple of 8.
-        out: Where to, contiguous uint8 ``[p, length]``; None: new, on the device of ``page_ids``.
-            On a GPU, with ``page_ids`` on the CPU, its copy engine brings the bytes.
+        out: Where to, contiguous uint8 ``[p, length]``; None: new. On the device of
+            ``page_ids``.
     """
     _check_pages(pages, offset, length)
     _check_ids("page_ids", page_ids, len(page_ids), len(pages))
     if out is None:
         out = torch.empty((len(page_ids), length), dtype=torch.uint8, device=page_ids.device)
-    check_tensor("out", out, BYTES, (len(page_ids), length))
-    if page_ids.is_cpu and out.is_cuda:
-        stream = torch.cuda.current_stream(out.device).cuda_stream
-        copy_segments(pages, page_ids, offset, out, stream)
-    elif page_ids.is_cpu:
+    check_tensor("out", out, BYTES, (len(page_ids), length), page_ids.device)
+    if page_ids.is_cpu:
         torch.index_select(pages[:, offset : offset + length], 0, page_ids, out=out)
     elif out.numel():
         gather_launch(pages, page_ids, offset, out).run()

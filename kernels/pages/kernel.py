@@ -61,21 +61,19 @@ def gather_launch(
     page_ids: torch.Tensor,
     offset: int,
     rows: torch.Tensor,
-    programs: int | None = None,
     layers: LayerTable | None = None,
     *,
     save: bool = False,
 ) -> Launch:
-    """The launch of ``gather_pages``, into ``rows``, by at most ``programs`` programs.
+    """The launch of ``gather_pages``, into ``rows``.
 
     Args:
-        programs: None, here and below: those of :func:`hcache_kernels.launch.copy_programs`.
         layers: These layers, in this one launch: ``rows`` are ``[layers, p, length]``, and
             ``offset`` stands in the table.
         save: The other way round: ``scatter_pages``.
     """
     arguments = {"page_ids": page_ids, "rows": rows, "WORDS": rows.shape[-1] // WORD, "SAVE": save}
-    return _launch(rows_kernel, pages, offset, rows.shape[-1:], programs, arguments, layers)
+    return _launch(rows_kernel, pages, offset, rows.shape[-1:], arguments, layers)
 
 
 def gather_planes_launch(
@@ -84,7 +82,6 @@ def gather_planes_launch(
     offset: int,
     pool: Sequence[torch.Tensor],
     pool_ids: torch.Tensor,
-    programs: int | None = None,
     layers: LayerTable | None = None,
     slots: int = 1,
     *,
@@ -94,7 +91,7 @@ def gather_planes_launch(
 
     Args:
         pool: As there; of several layers the first one's.
-        layers: As in :func:`gather_launch`; so ``programs``.
+        layers: As in :func:`gather_launch`.
         slots: ``pool_ids`` are slots of tokens, this many of each page.
         save: The other way round: from the pool to the pages.
     """
@@ -104,7 +101,7 @@ def gather_planes_launch(
     arguments = {"page_ids": page_ids, "first": pool[0], "second": pool[-1], "pool_ids": pool_ids}
     arguments |= {"FIRST": lengths[0] // WORD, "SECOND": second}
     arguments |= {"TOKENS": tokens, "GROUPS": groups, "SLOTS": slots, "SAVE": save}
-    return _launch(planes_kernel, pages, offset, lengths, programs, arguments, layers)
+    return _launch(planes_kernel, pages, offset, lengths, arguments, layers)
 
 
 def _launch(
@@ -112,7 +109,6 @@ def _launch(
     pages: torch.Tensor,
     offset: int,
     lengths: Sequence[int],
-    programs: int | None,
     arguments: dict[str, Any],
     layers: LayerTable | None,
 ) -> Launch:
@@ -128,7 +124,7 @@ def _launch(
     arguments |= {"pages": pages, "page_bytes": pages.shape[1], "offset": offset // aligned}
     arguments |= {"parts": parts, "ALIGNED": aligned, "count": len(page_ids)}
     arguments |= layers.arguments() if layers else ONE_LAYER
-    grid = min(programs or copy_programs(page_ids.device), parts)
+    grid = min(copy_programs(page_ids.device), parts)
     return block_launch(kernel, (grid,), block, 512, **arguments)
 
 

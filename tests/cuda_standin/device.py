@@ -11,11 +11,10 @@ a replay puts them into the stream again. Kernels run in Triton's interpreter.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hcache_kernels import copy_engine
 from hcache_kernels.launch import Launch
 from tests.order import accesses
 
@@ -405,7 +403,7 @@ def _meta(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-# ---- kernels and the copy engine ----
+# ---- kernels ----
 
 
 def _launched(run: Callable[[Launch], None]) -> Callable[[Launch], None]:
@@ -424,22 +422,6 @@ def _launched(run: Callable[[Launch], None]) -> Callable[[Launch], None]:
 
 launches: list[Launch] = []
 """What was launched on the device."""
-
-
-class CopyEngine:
-    """The part of ``cuda.bindings.runtime`` that copies segments."""
-
-    cudaMemcpyAttributes = SimpleNamespace
-    cudaMemcpySrcAccessOrder = SimpleNamespace(cudaMemcpySrcAccessOrderStream=1)
-
-    @staticmethod
-    def cudaMemcpyBatchAsync(
-        targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], count: int, *rest: Any
-    ) -> tuple[int]:
-        stream = _streams[rest[-1] - 1]
-        for copy in list(zip(targets, sources, sizes, strict=True))[:count]:
-            stream.put(lambda copy=copy: ctypes.memmove(*copy))
-        return (0,)
 
 
 class Runtime:
@@ -488,7 +470,6 @@ def stand_in() -> Iterator[None]:
         for name, value in NAMES.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.enter_context(patch.object(Launch, "run", _launched(Launch.run)))
-        stack.enter_context(patch.object(copy_engine, "_bindings", CopyEngine))
         stack.callback(_streams.clear)
         stack.callback(launches.clear)
         stack.enter_context(use(Stream()))

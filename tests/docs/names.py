@@ -34,7 +34,7 @@ _METRIC = re.compile(r"\b(hcache_[a-z0-9_]+)(?:\{([^}]*)\})?")
 _LABEL = re.compile(r'(\w+)(?:[=!][=~]?"([^"]*)")?')
 _MODULES = {"hcache_backend", "hcache_kernels"}
 _FILE = re.compile(
-    r"(?:bench|dashboards|docs|hcache_backend|kernels|requirements|tests)/[\w./-]*|\.ci/\w+"
+    r"(?:bench|dashboards|docs|examples|hcache_backend|kernels|requirements|tests)/[\w./-]*|\.ci/\w+"
 )
 _DEFINITION = re.compile(r"([\w./-]+\.py):([A-Za-z_][\w.]*)")
 _PLACEHOLDER = re.compile(r"[A-Z]{3,}")

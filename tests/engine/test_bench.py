@@ -1,4 +1,4 @@
-"""Short runs of the programs in ``bench`` that serve, and ``hcache ingest``, on real servers."""
+"""Short runs on real servers: the programs in ``bench`` that serve, and ``examples/ingest.py``."""
 
 import asyncio
 import io
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from bench import multiturn, restores
 from bench.demo import PROGRAM as DEMO
@@ -22,7 +21,6 @@ from bench.harness.options import ADMIN_KEY
 from bench.harness.program import Program
 from bench.harness.server import CachedTokens, Server
 from bench.workload import paper
-from hcache_backend.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.engine
@@ -69,39 +67,28 @@ def test_histories_come_from_l3_when_rounds_are_flushed(
     assert tiers("--max-rounds", "3", "--seed", "2")["device"] > 0.3
 
 
-def test_ingested_documents_are_found_in_l3_and_not_sent_again(
-    server: Server, tmp_path: Path
-) -> None:
+def test_ingested_documents_are_found_in_l3(server: Server, tmp_path: Path) -> None:
     document = [n * 7 % 1000 for n in range(300)]
     path = tmp_path / "documents.jsonl"
-    path.write_text(json.dumps({"id": "long", "input_ids": document}) + "\n")
+    path.write_text(json.dumps({"input_ids": document}) + "\n")
 
-    def ingest() -> dict[str, Any]:
-        done = CliRunner().invoke(
-            app,
-            [
-                *("ingest", str(path), "--url", server.url, "--api-key", ADMIN_KEY),
-                *("--journal", str(tmp_path / "journal.jsonl"), "--json"),
-            ],
-        )
-        assert done.exit_code == 0, done.output
-        said: dict[str, Any] = json.loads(done.stdout)
+    def ingest() -> dict[str, int]:
+        program = [sys.executable, str(ROOT / "examples" / "ingest.py"), str(path)]
+        given = ["--url", server.url, "--api-key", ADMIN_KEY]
+        done = subprocess.run([*program, *given], capture_output=True, text=True, check=True)
+        said: dict[str, int] = json.loads(done.stdout)
         return said
 
-    first = ingest()
-    assert (first["stored"], first["tokens"], first["tokens_found_in_l3"]) == (1, 300, 0)
-    assert first["l3"]["bytes_written"] >= 256 * HIDDEN_BYTES
-    assert first["failed"] == {}
+    said = {"documents": 1, "refused": 0, "tokens": 300}
+    assert ingest() == {**said, "tokens_found_in_l3": 0}
 
     async def question() -> Reply:
         async with StreamingClient(server.url, ADMIN_KEY) as client:
             return await client.generate([*document, 1, 2, 3], 1)
 
     assert asyncio.run(question()).cached == CachedTokens(storage=256)
-
-    again = ingest()
-    assert (again["stored"], again["already_stored"]) == (0, 1)
-    assert again["l3"]["bytes_written"] == 0
+    server.flush_cache()
+    assert ingest() == {**said, "tokens_found_in_l3": 256}
 
 
 def test_restores_are_timed_in_the_server(model: Path, tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """What SGLang can do beside own pages: rows of the table in docs/limits.md."""
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,14 +13,11 @@ from bench.harness.server import CachedTokens, Server
 from tests.engine.harness import ours
 from tests.engine.harness.clients import Clients
 from tests.engine.harness.conversations import (
-    Conversation,
     converse,
     make_conversations,
     turns_of,
 )
 from tests.engine.harness.vision import IMAGE, build_vision_model, image, words
-from tests.engine.hits.eager_servers import asked
-from tests.engine.hits.test_hints import answers, is_there
 
 pytestmark = pytest.mark.engine
 
@@ -187,19 +182,6 @@ def test_a_conversation_finds_its_pages_in_the_other_group(
         ours.assert_restored_from_l3(conversations, 16)
         together = make_conversations(3, turns=2, tokens=200, seed=7)
         ours.assert_restored_from_l3(converse(server, together, concurrent=True), 16)
-        announced = asked_after_a_hint(server, conversations[0].turns[-1].prompt)
         ours.assert_sound_own_pages(server, "kv")
-    ours.assert_no_cache_output(model, [*conversations, *together, *announced])
+    ours.assert_no_cache_output(model, [*conversations, *together])
     assert all(turn.cached.device == 0 for turn in turns_of(conversations))
-
-
-def asked_after_a_hint(server: Server, prompt: list[int]) -> Sequence[Conversation]:
-    """Both groups follow a hint: each has the prompt in host memory when it is asked."""
-    announced = prompt[: len(prompt) // 16 * 16]
-    server.flush_cache()
-    assert [said["in_memory"] for said in answers(server, "prefetch", announced)] == [0, 0]
-    server.until(partial(is_there, server, announced), "a hint's prompt in both groups")
-    found = asked(server, [*prompt, 1], [*prompt, 2])
-    assert [one.turns[0].reply.meta_info["dp_rank"] for one in found] in ([0, 1], [1, 0])
-    assert all((t.cached.host, t.cached.storage) == (len(announced), 0) for t in turns_of(found))
-    return found

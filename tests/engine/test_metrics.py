@@ -60,7 +60,8 @@ def test_a_conversation_shows_in_the_metrics(server: Server) -> None:
         len(turn.prompt) - turn.cached.storage + len(turn.reply.output_ids) - 1 for turn in turns
     )
     page = until(server, lambda page: page.counters["tokens"].get("restored") == restored)
-    assert (page.mode, page.codec, page.suspended) == ("hidden", "none", None)
+    said = page.state
+    assert (said["mode"], said["codec"], said["suspended"]) == ("hidden", "none", None)
     tokens, store = page.counters["tokens"], page.counters["store"]
     assert tokens["captured"] == forwarded
     assert tokens["backed_up"] == files * PAGE
@@ -82,10 +83,9 @@ def test_a_conversation_shows_in_the_metrics(server: Server) -> None:
     }
     assert page.counters["problems"] == {}
     for stage in ("l3_exists", "l3_read", "l3_write", "restore", "capture_transfer"):
-        histogram = page.stages[stage]
-        assert 0 < histogram.seconds < time.monotonic() - begin and histogram.count > 0, stage
-        assert histogram.below[-1][1] == histogram.count
-    assert page.stages["l3_read"].count == page.stages["restore"].count == 2
+        assert 0 < page.counters["stage_seconds"][stage] < time.monotonic() - begin, stage
+    stages = page.counters["stages"]
+    assert stages["l3_read"] == stages["restore"] == 2
     ours.assert_nothing_went_wrong(server)
 
 
@@ -129,12 +129,12 @@ def test_a_damaged_page_is_counted_as_one(server: Server) -> None:
 def test_suspended_l3_shows_until_the_flush(server: Server, model: Path) -> None:
     server.update_weights_from_disk(model, flush=False)
     server.generate(list(range(1, 200)), 2)
-    page = until(server, lambda page: page.suspended is not None)
-    assert page.suspended == "flush_needed"
+    page = until(server, lambda page: page.state["suspended"] is not None)
+    assert page.state["suspended"] == "flush_needed"
     assert page.counters["lookups"]["suspended"] == 3
     assert page.counters["l3_tokens"]["suspended"] == 3 * PAGE
     server.flush_cache()
-    assert until(server, lambda page: page.suspended is None).suspended is None
+    until(server, lambda page: page.state["suspended"] is None)
 
 
 def test_top_shows_the_server(server: Server) -> None:
@@ -144,4 +144,4 @@ def test_top_shows_the_server(server: Server) -> None:
     assert seen["mode"] == "hidden"
     assert seen["totals"]["tokens"]["restored"] > 0
     assert seen["per_second"]["tokens"]["captured"] == 0  # nobody asks it anything
-    assert seen["stages"]["restore"]["p99_ms"] > 0
+    assert seen["totals"]["stage_seconds"]["restore"] > 0

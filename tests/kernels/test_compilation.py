@@ -436,7 +436,7 @@ def launches_of(n: int) -> dict[str, Launch]:
             memory, some, 0, empty(n, n, 64 * row), layers=of_layers
         ),
         "save layers": page_kernels.gather_planes_launch(
-            memory, some, 0, of_pool, slots, None, of_layers, 64, save=True
+            memory, some, 0, of_pool, slots, of_layers, 64, save=True
         ),
     }
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from hcache_backend.cli import common, doctor, ingest, store
+from hcache_backend.cli import common, doctor, store
 from hcache_backend.cli.common import human_bytes
 from hcache_backend.cli.main import app
 from hcache_backend.config import ConfigError, parse_config, start_config
@@ -26,22 +26,6 @@ from hcache_backend.store import SERVER_REPORT, PageStore
 )
 def test_bytes_as_people_read_them(count: int, text: str) -> None:
     assert human_bytes(count) == text
-
-
-def test_what_happened_to_documents_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    said: dict[str, Any] = {
-        "stored": 2,
-        "already_stored": 0,
-        "failed": {"doc 0": "too {long}", "doc 1": "[red]"},
-        "shorter_than_a_page": 1,
-        "l3": {"bytes_written": 2048, "pages_dropped": 4, "pages_evicted": 6},
-    }
-    ingest.show(said)
-    text = " ".join(capsys.readouterr().out.split())
-    assert "1 shorter than a page" in text and "already stored" not in text
-    assert "4 pages dropped (L3)" in text and "2,048 bytes written (L3)" in text
-    assert "L3 has too little room" in text
-    assert "- doc 0: too {long} - doc 1: [red]" in text and "2 refused" in text
 
 
 def test_more_findings_than_are_shown_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,6 +80,14 @@ def test_a_reader_that_goes_away_is_no_error_of_ours(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(common, "existing_store", gone)
     ended = CliRunner().invoke(app, ["ls"])
     assert (ended.exit_code, ended.output) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("given", "gone"), [("ingest a.txt", "command 'ingest'"), ("hint retain", "command 'hint'")]
+)
+def test_what_is_gone_is_named(given: str, gone: str) -> None:
+    status, said = hcache(*given.split())
+    assert status == 2 and f"No such {gone}" in said
 
 
 # ---- options ----
@@ -296,13 +288,3 @@ def test_a_report_that_cannot_be_read_is_no_report(text: bytes, folder: Path) ->
     (folder / SERVER_REPORT).write_bytes(text)
     assert read_report(folder) is None
     assert "last server" not in of_store("doctor", folder)
-
-
-def test_a_document_that_is_gone_is_named(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text(name)
-    documents = ingest.find_documents([tmp_path / "a.txt", tmp_path / "b.txt"], {})
-    assert next(documents).content == "a.txt"
-    (tmp_path / "b.txt").unlink()
-    with pytest.raises(OSError, match=r"No such file.*b\.txt"):
-        next(documents)

@@ -43,7 +43,7 @@ import setproctitle
 PRELOAD = (
     *("sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler"),
     *("hcache_backend.start.attach", "hcache_backend.start.build"),
-    *("hcache_backend.tiers.storage", "hcache_backend.sglang.hint_route"),
+    "hcache_backend.tiers.storage",
 )
 READ_UNSEEN = frozenset(
     (

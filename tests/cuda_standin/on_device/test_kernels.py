@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from hcache_kernels.codecs import Cut, make_codec, make_segment_codec
-from hcache_kernels.copy_engine import NoCopyEngine
 from hcache_kernels.launch import gpu_microseconds
 from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
 from hcache_kernels.project_kv import KVPool, KVProjection, ProjectionCall, project_kv, ways
@@ -81,21 +80,13 @@ def test_a_segment_codec_takes_one_launch_each_way(name: str) -> None:
         assert torch.equal(one.view(torch.uint8), other.cpu().view(torch.uint8))
 
 
-def test_pages_are_gathered_by_a_kernel_or_by_the_copy_engine() -> None:
+def test_pages_are_gathered_by_one_launch() -> None:
     pages, ids = pages_of_host(), torch.tensor([8, 0, 3, 3])
     want = gather_pages(pages, ids, 64, 1024)
     assert torch.equal(gather_pages(pages, ids.to(CUDA), 64, 1024).cpu(), want)
     assert launched() == 1
-    out = torch.empty(4, 1024, dtype=torch.uint8, device=CUDA)
-    assert torch.equal(gather_pages(pages, ids, 64, 1024, out).cpu(), want)
-    assert launched() == 0
-
-
-def test_the_copy_engine_needs_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    out = torch.empty(1, 64, dtype=torch.uint8, device=CUDA)
-    monkeypatch.setattr(torch.cuda.current_stream(), "cuda_stream", 0)
-    with pytest.raises(NoCopyEngine, match="default stream"):
-        gather_pages(pages_of_host(), torch.tensor([1]), 0, 64, out)
+    with pytest.raises(ValueError, match="out"):  # ids and rows are on one device
+        gather_pages(pages, ids, 64, 1024, torch.empty(4, 1024, dtype=torch.uint8, device=CUDA))
 
 
 def test_planes_and_rows_go_where_the_reference_puts_them() -> None:

@@ -128,7 +128,7 @@ def until_it_answers(server: Server, asked: list[Conversation]) -> None:
 
     def answers() -> bool:
         asked.extend(from_l3(server, [random_tokens(40, 1000 + len(asked))]))
-        return not fetch(server.url).shared_silent
+        return not fetch(server.url).state["shared_silent"]
 
     server.until(answers, "the shared L3 to answer")
 
@@ -160,7 +160,7 @@ def test_mooncake_shared_by_two_machines_stalls_and_dies_and_requests_go_on(
             assert_found(near)
             asked += (far := from_l3(second, prompts[2:3]))
             assert_absent(far)
-            assert fetch(second.url).shared_silent
+            assert fetch(second.url).state["shared_silent"]
             time.sleep(STALL_S)
         until_it_answers(second, asked)
         asked += (far := from_l3(second, prompts[3:4]))

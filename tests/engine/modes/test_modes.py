@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from bench.harness.server import Server, ServerOptions
-from hcache_backend.start.plugin import LOAD_MODEL, ROUTES
+from hcache_backend.start.plugin import LOAD_MODEL
 from tests.engine.harness import ours
 from tests.engine.harness.conversations import converse, make_conversations
 
@@ -52,14 +52,14 @@ class TestServerThatWasStartedWithoutUs:
         with Server(options) as server:
             yield server
 
-    def test_no_hooks_but_those_of_the_bootstrap_and_the_route_exist(self, server: Server) -> None:
+    def test_no_hook_but_that_of_the_bootstrap_exists(self, server: Server) -> None:
         assert server.process is not None
         command = psutil.Process(server.process.pid).cmdline()
         assert command[1:3] == ["-m", "sglang.launch_server"]
         assert server.generate([1, 2, 3], 2).output_ids
         assert "hcache:" not in server.log_text()
         hooks = ours.told(server, server.options.log.parent / "hooks")
-        assert sorted(hooks) == sorted([LOAD_MODEL, *ROUTES])
+        assert list(hooks) == [LOAD_MODEL]
 
     @pytest.mark.parametrize(
         ("outside", "hcache", "message"),

@@ -5,10 +5,13 @@ must not reach other tests. So tests/kernels/test_interpreted.py starts a proces
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+
+from hcache_kernels.launch import Launch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -37,6 +40,11 @@ def host(*shape: int, value: int | None = None) -> torch.Tensor:
     memory = torch.randint(256, shape, dtype=torch.uint8)
     memory = memory if value is None else memory.fill_(value)
     return memory if INTERPRETED else memory.pin_memory()
+
+
+def by(programs: int, launch: Launch) -> Launch:
+    """The launch by at most so many programs: each has more to do than on other devices."""
+    return replace(launch, grid=(min(programs, *launch.grid),))
 
 
 def finish() -> None:

@@ -7,7 +7,7 @@ from hcache_kernels.codecs import KV, LATENT, Cut, make_segment_codec
 from hcache_kernels.pages import gather_pages, gather_planes
 from hcache_kernels.pages.kernel import LayerTable, gather_launch, gather_planes_launch
 from tests.kernels.codec_rows import bits_of
-from tests.kernels.operations.conftest import finish, host
+from tests.kernels.operations.conftest import by, finish, host
 from tests.kernels.operations.test_segments import CUTS, DIM, EXP3_CUTS, POISON, planes_of
 
 PAGES = torch.tensor([0, 4, 2])
@@ -77,11 +77,12 @@ def test_layers_are_copied(rows: tuple[int, ...], groups: int, programs: int, de
     table, slots = LayerTable.of(here, offsets), slots_of(ITEMS, tokens).to(device)
     memory, pages = host(5, 3 * length + 24, value=POISON), PAGES.to(device)
     arguments = memory, pages, 0
-    gather_planes_launch(*arguments, here[0], slots, programs, table, tokens, save=True).run()
+    saved = gather_planes_launch(*arguments, here[0], slots, table, tokens, save=True)
+    by(programs, saved).run()
     finish()
     back = [tuple(torch.full_like(plane, POISON) for plane in planes) for planes in here]
     there = LayerTable.of(back, offsets)
-    gather_planes_launch(*arguments, back[0], slots, programs, there, tokens).run()
+    by(programs, gather_planes_launch(*arguments, back[0], slots, there, tokens)).run()
     want = torch.full_like(memory, POISON)
     for planes, offset, got in zip(layers, offsets, back, strict=True):
         one = [torch.full_like(plane, POISON) for plane in planes]

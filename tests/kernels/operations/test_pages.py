@@ -5,7 +5,7 @@ import torch
 
 from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
 from hcache_kernels.pages.kernel import gather_launch, gather_planes_launch
-from tests.kernels.operations.conftest import finish, host
+from tests.kernels.operations.conftest import by, finish, host
 
 PAGES = 9
 POISON = 0x5A
@@ -28,7 +28,7 @@ def test_gather(
     pages = host(PAGES, offset + length + spare)
     ids = torch.tensor([8, 0, 3, 3, 5], dtype=index_type)
     out = torch.full((len(ids) + 2, length), POISON, dtype=torch.uint8, device=device)
-    gather_launch(pages, ids.to(device), offset, out[1:-1], programs).run()
+    by(programs, gather_launch(pages, ids.to(device), offset, out[1:-1])).run()
     assert torch.equal(out[1:-1].cpu(), gather_pages(pages, ids, offset, length))
     assert (out[0] == POISON).all()
     assert (out[-1] == POISON).all()
@@ -51,7 +51,7 @@ def test_gather_planes(
     want, pool = [plane.clone() for plane in before], [plane.to(device) for plane in before]
     gather_planes(pages, ids, offset, want, places)
     on_device = ids.to(device), offset, pool, places.to(device)
-    gather_planes_launch(pages, *on_device, programs).run()
+    by(programs, gather_planes_launch(pages, *on_device)).run()
     for got, wanted in zip(pool, want, strict=True):
         assert torch.equal(got.cpu(), wanted)
         assert (wanted[[3, 5, 7]] == POISON).all()
@@ -67,7 +67,8 @@ def test_scatter(
     ids = torch.randperm(PAGES)[:5].to(index_type)
     rows = torch.randint(0, 256, (5, length), dtype=torch.uint8)
     scatter_pages(rows, want, ids, offset)
-    gather_launch(pages, ids.to(device), offset, rows.to(device), programs, save=True).run()
+    scatter = gather_launch(pages, ids.to(device), offset, rows.to(device), save=True)
+    by(programs, scatter).run()
     finish()
     assert torch.equal(pages, want)
 

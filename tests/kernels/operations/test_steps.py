@@ -17,7 +17,7 @@ from hcache_kernels.staging import (
     stage_launch,
     stage_rows,
 )
-from tests.kernels.operations.conftest import finish, host
+from tests.kernels.operations.conftest import by, finish, host
 
 PLACES = 300
 
@@ -164,6 +164,6 @@ def test_save_rows(device: str, page_size: int, row_bytes: int, n: int, kept: ra
     targets = (slots.to(device), shadows.to(device))
     staged, segments = staged.to(device), segments.to(device)
     programs = page_size  # one for all rows, or more than there are
-    save_launch(staged, *targets, got, segments, page_size, share, programs).run()
+    by(programs, save_launch(staged, *targets, got, segments, page_size, share)).run()
     finish()
     assert torch.equal(got, want)

@@ -1,18 +1,22 @@
-"""The clients of ``hcache ingest`` and of benchmarks, against servers that answer as SGLang does,
-or do not."""
+"""The clients of benchmarks and of ``examples/ingest.py``, against servers that answer as SGLang
+does, or do not."""
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.harness.client import Reply, StreamingClient
+from bench.harness.client import Reply, StreamingClient, UnusableServer
 from bench.harness.server import CachedTokens
 from hcache_backend.cli.common import RequestError
-from hcache_backend.cli.ingest import Server, UnusableServer
 from tests.kit.http import serving
+
+INGEST = str(Path(__file__).resolve().parents[3] / "examples" / "ingest.py")
 
 
 def chunk(ids: Sequence[int], count: int, finished: bool = False, **meta: Any) -> dict[str, Any]:
@@ -38,8 +42,12 @@ def generate(url: str) -> Reply:
     return asyncio.run(one())
 
 
-def prefill(url: str) -> tuple[int, int]:
-    return Server(url).prefill([1, 2])
+def call(url: str, method: Callable[[StreamingClient], Awaitable[object]]) -> None:
+    async def one() -> None:
+        async with StreamingClient(url) as client:
+            await method(client)
+
+    asyncio.run(one())
 
 
 @pytest.mark.parametrize(
@@ -64,54 +72,80 @@ def test_a_stream_is_put_together(sent: list[dict[str, Any]], ids: list[int], ga
 
 
 @pytest.mark.parametrize(
-    ("send", "status", "answer", "message"),
+    ("status", "answer", "message"),
     [
-        (generate, 400, TOO_LONG, "400: too long"),
-        (generate, 500, "boom", "500: boom"),
-        (generate, 200, events({"error": {"message": "no room", "code": 400}}), "no room"),
-        (generate, 200, events(ABORTED), "cut"),
-        (generate, 200, events(chunk([1], 1)), "the stream ended after 1 tokens"),
-        (prefill, 400, TOO_LONG, "400: too long"),
-        (prefill, 200, ABORTED, "cut"),
-        (prefill, 200, "?", "Expecting value"),
+        (400, TOO_LONG, "400: too long"),
+        (500, "boom", "500: boom"),
+        (200, events({"error": {"message": "no room", "code": 400}}), "no room"),
+        (200, events(ABORTED), "cut"),
+        (200, events(chunk([1], 1)), "the stream ended after 1 tokens"),
     ],
 )
-def test_a_request_that_fails_says_why(
-    send: Callable[[str], Any], status: int, answer: Any, message: str
-) -> None:
+def test_a_request_that_fails_says_why(status: int, answer: Any, message: str) -> None:
     with serving(lambda *_: (status, answer)) as url, pytest.raises(RequestError, match=message):
-        send(url)
-
-
-@pytest.mark.parametrize(("details", "found"), [({"storage": 3}, 3), (None, 0)])
-def test_a_prefilled_prompt_says_what_l3_had(details: Any, found: int) -> None:
-    with serving(lambda *_: (200, chunk([1], 1, True, cached_tokens_details=details))) as url:
-        assert prefill(url) == (5, found)
+        generate(url)
 
 
 @pytest.mark.parametrize(
-    ("ask", "status", "answer", "message"),
+    ("method", "status", "answer", "message"),
     [
-        (Server.info, 401, "", "/server_info: 401: give its --api-key"),
-        (Server.info, 404, "", "/server_info: 404: "),
-        (Server.info, 200, "<html>", "no usable SGLang server at "),
-        (Server.flush, 400, "not idle", "flush_cache: 400: not idle"),
-        (Server.flush, 401, "", "give its --api-key"),
+        (StreamingClient.server, 401, "", "/server_info: 401: give its --api-key"),
+        (StreamingClient.server, 404, "", "/server_info: 404: "),
+        (StreamingClient.server, 200, "<html>", "no usable SGLang server at "),
+        (StreamingClient.flush, 400, "not idle", "flush_cache: 400: not idle"),
+        (StreamingClient.flush, 401, "", "give its --api-key"),
     ],
 )
 def test_what_is_no_usable_server_is_named(
-    ask: Callable[[Server], Any], status: int, answer: str, message: str
+    method: Callable[[StreamingClient], Awaitable[object]], status: int, answer: str, message: str
 ) -> None:
     with serving(lambda *_: (status, answer)) as url, pytest.raises(UnusableServer, match=message):
-        ask(Server(url))
+        call(url, method)
 
 
 def test_an_unreachable_server_is_named() -> None:
-    server = Server("http://127.0.0.1:9")
+    url = "http://127.0.0.1:9"
     with pytest.raises(
         UnusableServer,
         match=r"^no usable SGLang server at http://127.0.0.1:9 \(.*\)\. Start one, .* --url$",
     ):
-        server.info()
+        call(url, StreamingClient.server)
     with pytest.raises(UnusableServer, match="flush_cache: the server does not answer"):
-        server.flush()
+        call(url, StreamingClient.flush)
+
+
+def ingest(url: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, INGEST, "--url", url, *map(str, arguments)]
+    return subprocess.run(program, capture_output=True, text=True, check=False)
+
+
+def test_documents_are_sent_behind_their_prefix_then_the_caches_are_flushed(tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    def answer(path: str, body: Any) -> tuple[int, object]:
+        asked.append(path if path.startswith("/flush") else body["text"])
+        if "bad" in str(body):
+            return 400, TOO_LONG
+        details = {"cached_tokens_details": {"storage": 2}}
+        return 200, ABORTED if "cut" in str(body) else chunk([1], 1, True, **details)
+
+    (tmp_path / "prefix").write_text("> ")
+    (tmp_path / "a.txt").write_text("whole\nfile")
+    lines = [json.dumps({"text": text}) for text in ("one", "bad", "cut", "two")]
+    (tmp_path / "d.jsonl").write_text("\n".join(lines))
+    found = (tmp_path / "a.txt", tmp_path / "d.jsonl", "--prefix-file", tmp_path / "prefix")
+    with serving(answer) as url:
+        done = ingest(url, *found, "--parallel", 2)
+    assert sorted(asked[:-1]) == ["> bad", "> cut", "> one", "> two", "> whole\nfile"]
+    assert asked[-1] == "/flush_cache?timeout=120"
+    said = {"documents": 3, "refused": 2, "tokens": 15, "tokens_found_in_l3": 6}
+    assert (done.returncode, json.loads(done.stdout)) == (1, said)
+    assert "d.jsonl:2: 400: " in done.stderr and "d.jsonl:3: 200: " in done.stderr
+
+
+def test_no_text_stands_before_token_ids(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"input_ids": [1]}')
+    (tmp_path / "prefix").write_text("> ")
+    given = (tmp_path / "d.jsonl", "--prefix-file", tmp_path / "prefix")
+    with serving(lambda *_: (200, {})) as url:
+        assert "d.jsonl:1: a text cannot stand before input_ids" in ingest(url, *given).stderr

@@ -18,9 +18,9 @@ seconds = st.floats(0.01, 10)
 @st.composite
 def any_costs(draw: st.DrawFn) -> LayerCosts:
     l3 = st.just(0.0) | seconds
-    costs = LayerCosts._make(draw(one) for one in (*[seconds] * 4, l3, l3, st.none(), st.just(1.0)))
+    costs = LayerCosts._make(draw(one) for one in (*[seconds] * 4, l3, l3, st.none()))
     last = draw(st.none() | st.floats(0.01, costs.c_tok))
-    return costs._replace(c_tok_last=last, slowdown=draw(st.just(1.0) | st.floats(1, 2)))
+    return costs._replace(c_tok_last=last)
 
 
 @st.composite

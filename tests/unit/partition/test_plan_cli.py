@@ -1,4 +1,4 @@
-"""``hcache plan`` and ``hcache profile`` as a user calls them; records; fleets of servers."""
+"""``hcache plan`` and ``hcache profile`` as a user calls them; records."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hcache_backend.config import parse_config
 from hcache_backend.plan import measure
 from hcache_backend.plan.model_config import read_hybrid
 from hcache_backend.plan.model_shape import CLEARLY_LESS, Sides
-from hcache_backend.plan.plan import Conversations, FleetPlan, PartitionPlan
-from hcache_backend.plan.profile import CopyWay, Rate, preset_profile
+from hcache_backend.plan.plan import PartitionPlan
+from hcache_backend.plan.profile import Rate, preset_profile
 from hcache_backend.plan.record import (
     PartitionRecord,
     find_record,
@@ -256,8 +256,8 @@ def test_a_profile_of_another_model_is_taken_over_and_said(tmp_path: Path) -> No
         ("llama-2-7b", ("-w", "wrong.json"), "field 'device'"),
         ("llama-2-7b", ("-w", "h100.json", "--ssds", 4), "its own measured L3"),
         ("llama-2-7b", ("--plot", "absent/plan.png"), "absent"),
-        *(
-            ("llama-3-8b", ("--users", 10, option, 0), option)
+        *(  # are gone
+            ("llama-3-8b", (option, 10), f"No such option: {option}")
             for option in ("--users", "--replicas", "--new-tokens", "--turns-per-hour")
         ),
     ],
@@ -311,7 +311,7 @@ def test_a_measured_profile_is_planned_with(tiny: Path, tmp_path: Path) -> None:
     done = hcache("profile", "-m", tiny, "-o", out, "-d", pages, "--seconds", "0.02")
     assert done.exit_code == 0, done.output
     assert "attention" in done.stdout
-    assert "Copies were measured alone" in done.stdout
+    assert "Each was measured alone" in done.stdout
     assert not pages.exists()
     written = json.loads(out.read_text())
     assert (written["dirs"], written["dtype"]) == ([str(pages)], "float32")
@@ -320,21 +320,6 @@ def test_a_measured_profile_is_planned_with(tiny: Path, tmp_path: Path) -> None:
     assert report["bytes_per_token_and_layer"] == {"hidden": 256, "kv": 512}
     assert report["hardware"]["source"] == "measured by hcache profile"
     assert not any("another shape" in note for note in report["notes"])
-
-
-def test_ways_to_copy_are_shown_with_the_one_that_is_used(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ways = (
-        CopyWay(programs=16, alone=5.5e10, beside=5.25e10, products=0.934),
-        CopyWay(programs=None, alone=5.6e10, beside=4e10, products=1.0),
-    )
-    monkeypatch.setattr(measure.Bench, "copies", lambda bench: ways)
-    monkeypatch.setattr(measure, "use_measured_copies", lambda copies, device: None)
-    done = hcache("profile", "-m", tiny, "-d", tmp_path, "--seconds", "0.02")
-    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
-    assert "kernel, 16 programs (used) 55.0 GB/s 52.5 GB/s 93%" in lines
-    assert "copy engine 56.0 GB/s 40.0 GB/s 100%" in lines
 
 
 def test_a_device_without_room_is_said(
@@ -413,98 +398,19 @@ def test_doctor_says_when_another_partition_is_faster_and_plan_changes_it(folder
     assert "layers from hidden states" in detail and detail.endswith(": hcache plan --apply")
 
 
-@pytest.mark.parametrize(
-    ("ways", "detail"),
-    [
-        (
-            (CopyWay(programs=16, alone=5.5e10, beside=5.25e10, products=0.934),),
-            "kernel, 16 programs: 52.5 GB/s beside matrix products (55.0 alone), which keep 93% of "
-            "their speed",
-        ),
-        ((), "measured alone, not during matrix products"),
-    ],
-)
-def test_doctor_says_how_servers_copy(folder: Path, ways: tuple[CopyWay, ...], detail: str) -> None:
-    preset_profile("h100").model_copy(update={"copies": ways}).save(folder / "profile-1.json")
-    assert check_of(folder, "copies to H100 SXM") == ("good", detail)
-
-
 def test_a_partition_is_applied_to_stores_that_know_the_model_only(folder: Path) -> None:
     other = ("plan", "-m", CONFIGS / "llama-2-13b.json", "-w", "a100-40g")
     assert "no server has used this model with it yet" in said(*other, "--apply", folder)
 
 
-TOKENS = 8000
-
-
-def fleet(
-    model: str = "llama-3-8b",
-    *,
-    number: int = 1000,
-    turns: float = 6.0,
-    new: int = 500,
-    replicas: int = 1,
-    ssds: int = 4,
-) -> FleetPlan:
-    profile = preset_profile("h100", ssds)
-    plan = PartitionPlan(profile, public_model(model), TOKENS, 1, "auto")
-    return FleetPlan(plan, Conversations(number, turns, new), replicas)
-
-
-def test_bytes_and_rates_of_a_fleet_are_those_of_its_turns() -> None:
-    found = fleet(number=3600, turns=2.0)
-    page_bytes = TOKENS * 32 * 4096
-    assert found.l3_bytes == 3600 * (TOKENS + 500) * 32 * 4096, "each with its last turn"
-    assert fleet(number=10).l2_bytes == (TOKENS + 500) * 32 * 4096, "one turn at least"
-    assert found.turns_per_second == pytest.approx(2.0)
-    assert found.read_rate == pytest.approx(2.0 * page_bytes)
-    assert found.write_rate == pytest.approx(2.0 * 500 * 32 * 4096)
-    assert found.network_rate == 0, "one replica"
-    assert found.busy["l3"] == pytest.approx(2.0 * page_bytes / (4 * 6.9e9))
-    assert found.busy["l3"] > found.busy["bus"] > 0
-    assert found.busy["compute"] < found.recompute_busy
-
-
-def test_each_turn_of_a_hybrid_model_reads_and_writes_a_state() -> None:
-    given = read_hybrid(CONFIGS / "qwen3-next-80b.json")
-    bare, found = (
-        FleetPlan(
-            PartitionPlan(preset_profile("h100", 4), given[0], TOKENS, 1, "auto", sides),
-            Conversations(3600, 1.0, 500),
-            1,
-        )
-        for sides in (given[1] and given[1]._replace(size=0), given[1])
-    )
-    state = 77_266_944
-    assert found.l3_bytes - bare.l3_bytes == pytest.approx(3600 * state)
-    assert found.read_rate - bare.read_rate == pytest.approx(state)
-    assert found.write_rate - bare.write_rate == pytest.approx(state)
-    assert found.busy["l3"] - bare.busy["l3"] == pytest.approx(state / (4 * 6.9e9))
-
-
-def test_replicas_share_the_turns() -> None:
-    one, four = fleet(), fleet(replicas=4)
-    for resource, share in one.busy.items():
-        assert four.busy[resource] == pytest.approx(share / 4)
-    assert four.network_rate == pytest.approx(one.read_rate / 4 * 3 / 4)
-    assert four.most_conversations == pytest.approx(4 * one.most_conversations, rel=1e-3)
-
-
-def test_with_the_most_conversations_one_resource_works_all_the_time() -> None:
-    found = fleet()
-    most = fleet(number=found.most_conversations)
-    assert most.busy[most.binds] == pytest.approx(1, rel=1e-3)
-    assert max(most.busy.values()) <= 1
-    assert fleet(number=2 * found.most_conversations).l2_bytes is None, "turns pile up"
-
-
-def test_hits_that_are_refused_are_computed_and_not_read() -> None:
-    slow = preset_profile("h100").model_copy(update={"l3": Rate(per_second=5e8)})
-    read = fleet("llama-2-7b", ssds=1)
-    assert not read.plan.refused and read.busy["l3"] == pytest.approx(
-        read.turns_per_second * TOKENS * 32 * 8192 / 6.9e9
-    ), "all of it, however much of it an idle server would recompute"
-    found = replace(read, plan=replace(read.plan, profile=slow))
-    assert found.plan.refused
-    assert found.read_rate == found.busy["l3"] == found.busy["bus"] == 0
-    assert found.busy["compute"] == pytest.approx(found.recompute_busy)
+@pytest.mark.parametrize("sides", [False, True])
+def test_a_plan_says_how_long_l3_is_busy_with_a_hit(sides: bool) -> None:
+    model, other = read_hybrid(CONFIGS / "qwen3-next-80b.json")
+    profile, tokens = preset_profile("h100", ssds=4), 8000
+    found = PartitionPlan(profile, model, tokens, 1, "auto", other if sides else None)
+    size = tokens * found.bytes_per_token("mix") + (77_266_944 if sides else 0)
+    busy = size / (4 * 6.9e9)
+    said = f"keeps L3 busy for {1e3 * busy:,.1f} ms, so L3 reads at most {1 / busy:,.1f} of them"
+    assert any(said in note for note in found.notes())
+    in_memory = replace(found, profile=preset_profile("h100"))
+    assert not any("L3 busy" in note for note in in_memory.notes())

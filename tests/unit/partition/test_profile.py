@@ -1,9 +1,8 @@
-"""Profiles: files, fits, measuring with shapes that take no time, and copies beside products."""
+"""Profiles: files, fits, measuring with shapes that take no time."""
 
 import json
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from hcache_backend.config import ConfigError, HCacheConfig
-from hcache_backend.plan import measure as partition_measure
 from hcache_backend.plan.measure import (
     OPERATIONS,
     Bench,
@@ -25,12 +23,10 @@ from hcache_backend.plan.measure import (
     fit,
     measure,
     read_rate,
-    use_measured_copies,
 )
 from hcache_backend.plan.model_shape import Latent, ModelShape
 from hcache_backend.plan.profile import (
     PRESETS,
-    CopyWay,
     Profile,
     Rate,
     load_profile,
@@ -39,7 +35,6 @@ from hcache_backend.plan.profile import (
 )
 from hcache_backend.plan.restore import search
 from hcache_backend.store import FileOps
-from hcache_kernels.launch import COPY_PROGRAMS, copies_by_engine, copy_programs, use_copies
 from tests.unit.partition.pipelines import layer_costs
 
 TINY = ModelShape(
@@ -63,13 +58,6 @@ SHAPES = {
 }
 
 
-WAYS = (
-    CopyWay(programs=None, alone=5e10, beside=4e10, products=0.95),
-    CopyWay(programs=8, alone=4e10, beside=2e10, products=0.9),
-)
-WAY = WAYS[1].model_dump()
-
-
 # ---- files ----
 
 
@@ -79,7 +67,6 @@ def test_a_profile_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
         update={
             "model": SHAPES["MLA"],
             "points": {"dense": ((64, 0.5), (128, 1.5))},
-            "copies": WAYS,
         }
     )
     profile.save(tmp_path / "profile.json")
@@ -95,8 +82,7 @@ def test_a_profile_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
         (lambda t: t["hidden_copy"].update(per_second=0), ("hidden_copy.per_second", "0", "great")),
         (lambda t: t["l3"].update(per_second="fast"), ("l3.per_second", "fast", "number")),
         (lambda t: t.update(points={"dense": [[1]]}), ("points.dense.0", "required")),
-        (lambda t: t.update(copies=[{"alone": 1.0}]), ("copies.0.beside", "required")),
-        (lambda t: t.update(copies=[WAY | {"programs": 0}]), ("copies.0.programs", "0", "greater")),
+        (lambda t: t.update(copies=[]), ("copies", "not permitted")),  # as once
     ],
 )
 def test_wrong_fields_are_named(
@@ -209,8 +195,7 @@ def test_a_measured_profile_plans(tmp_path: Path) -> None:
     begun: list[str] = []
     l3 = Rate(per_second=1e9)
     measured = measure(bench(TINY), l3, [Path("/pages")], begin=begun.append)
-    assert begun == ["copies", *OPERATIONS]
-    assert measured.copies == ()  # a CPU has nothing to choose
+    assert begun == [*OPERATIONS]
     assert (measured.device, measured.dtype) == (processor_name(), "float32")
     assert (measured.l3, measured.dirs, measured.model) == (l3, ("/pages",), TINY)
     assert set(measured.points) == set(OPERATIONS)
@@ -247,7 +232,6 @@ def test_measuring_on_a_gpu(shape: ModelShape) -> None:
     narrow = shape.model_copy(update={"element_bytes": 2})
     measured = measure(bench(narrow, "cuda", torch.bfloat16), None, [])
     assert isinstance(measured, Profile)
-    assert measured.copies
     found = search(layer_costs(measured, narrow, 1024), narrow.layers)
     assert found.layers == narrow.layers
 
@@ -311,65 +295,3 @@ def test_a_disk_that_fails_is_no_rate(tmp_path: Path, error: OSError | None, sai
     with pytest.raises(OSError, match=said):
         read_rate(folders(tmp_path), TINY, 0.05, Broken(error))
     assert list(tmp_path.iterdir()) == []
-
-
-class Beside(Bench):
-    """A device where copies beside products were measured."""
-
-    def copies(self) -> tuple[CopyWay, ...]:
-        return WAYS
-
-
-@pytest.fixture
-def copies_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine whose copy engine can be asked, and afterwards copies as before."""
-    monkeypatch.setattr(partition_measure, "engine_works", lambda device: True)
-    yield
-    use_copies(COPY_PROGRAMS, engine=False)
-
-
-@pytest.mark.usefixtures("copies_as_before")
-def test_rates_are_those_beside_each_other_and_the_process_copies_so() -> None:
-    measured = measure(Beside(TINY, CPU, torch.float32, 0.02), None, [])
-    assert measured.copies == WAYS
-    assert copies_by_engine() and copy_programs(CPU) == 8
-    # Hidden states by the copy engine, K and V by the kernel. FLOPs or bytes of so many tokens:
-    expected: dict[str, tuple[float, Callable[[int], float]]] = {
-        "hidden_copy": (0.8, lambda tokens: tokens * TINY.hidden_bytes),
-        "kv_load": (0.5, lambda tokens: tokens * TINY.kv_bytes),
-        "projection": (0.95, lambda tokens: tokens * TINY.projection_flops),
-        "dense": (1, lambda tokens: tokens * TINY.dense_flops),
-        "attention": (1, lambda tokens: tokens**2 / 2 * TINY.attention_flops),
-    }
-    for operation, (share, amount) in expected.items():
-        points = [Point(n, amount(n), seconds) for n, seconds in measured.points[operation]]
-        alone, found = fit(points), getattr(measured, operation)
-        assert found.seconds == pytest.approx(alone.seconds)
-        assert found.per_second == pytest.approx(alone.per_second * share)
-
-
-@pytest.mark.parametrize("engine", [False, True])
-def test_the_copy_engine_is_measured_on_a_stream_of_its_own(
-    engine: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """CUDA's default stream refuses its batches."""
-    threads: set[str] = set()
-    gather = partition_measure.gather_pages
-
-    def gathering(*arguments: Any) -> torch.Tensor:
-        threads.add(threading.current_thread().name)
-        return gather(*arguments)
-
-    monkeypatch.setattr(partition_measure, "gather_pages", gathering)
-    measured = Bench(TINY, CPU, torch.float32, 0.02, engine)
-    assert measured.points("hidden_copy")
-    assert threads == {"hcache-copy" if engine else threading.current_thread().name}
-
-
-@pytest.mark.usefixtures("copies_as_before")
-def test_a_profile_of_a_machine_with_more_does_not_ask_for_the_copy_engine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(partition_measure, "engine_works", lambda device: False)
-    use_measured_copies(WAYS, CPU)
-    assert not copies_by_engine() and copy_programs(CPU) == 8

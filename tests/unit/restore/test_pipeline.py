@@ -44,27 +44,6 @@ def test_every_layer_of_every_page_comes_back_and_nothing_else_is_written(
         assert sorted(server.calls) == [(layer, pages * SIZE) for layer in range(5)]
 
 
-def test_the_copy_engine_is_given_pages_that_the_cpu_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[torch.Tensor] = []
-    given: list[torch.Tensor] = []
-    hold, gather = pipeline.held_for_device, pipeline.gather_pages
-
-    def holding(values: Any, device: torch.device | str) -> torch.Tensor:
-        held.append(hold(values, device))
-        return held[-1]
-
-    def looking(memory: torch.Tensor, pages: torch.Tensor, *others: Any, **out: Any) -> None:
-        given.append(pages)
-        gather(memory, pages, *others, **out)
-
-    for name, fake in (("held_for_device", holding), ("gather_pages", looking)):
-        monkeypatch.setattr(pipeline, name, fake)
-    monkeypatch.setattr(pipeline, "copies_by_engine", lambda: True)
-    wait(Server(chunk_tokens=3 * SIZE), *some(7))
-    there = {tensor.untyped_storage().data_ptr() for tensor in held}
-    assert given and all(pages.untyped_storage().data_ptr() in there for pages in given)
-
-
 @pytest.mark.parametrize("pages", [1, 2, 7, PAGES])
 def test_projection_begins_when_a_piece_of_the_first_layer_is_there(
     pages: int, monkeypatch: pytest.MonkeyPatch

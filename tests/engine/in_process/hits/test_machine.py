@@ -50,7 +50,6 @@ def unmeasured(runtime: Any, monkeypatch: MonkeyPatch) -> Any:
         monkeypatch.setattr(parallel_state, name, lambda group=alone: group)
     for module in (start, arguments):
         monkeypatch.setattr(module, "resolved", lambda arguments: arguments)
-    monkeypatch.setattr(start, "copy_as_measured", lambda *_, **__: None)
     return runtime
 
 

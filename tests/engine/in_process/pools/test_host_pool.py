@@ -97,7 +97,7 @@ def backed_up(pool: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def test_memory_is_pinned_in_whole_pages_and_the_log_says_that_it_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A copy of the copy engine may not span two registrations (SGLang makes one each 256 GB)."""
+    """One copy may not span two registrations (SGLang makes one each 256 GB)."""
     pinned: list[int | None] = []
 
     def pin(memory: torch.Tensor, registration_granularity_bytes: int | None = None) -> None:

@@ -12,6 +12,7 @@ from hcache_backend import HCacheStorage
 from hcache_backend.config import FIXED_AT_START, ConfigError, HCacheConfig, parse_config
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start.attach import join
+from hcache_backend.tiers.shared_backend import make_backend
 from tests.engine.in_process.storage_config import storage_config
 
 NOT_HIDDEN = r"'hidden' but this server runs in kv mode \({}"
@@ -112,7 +113,7 @@ class TestAnAttach:
         config = storage_config(Path())
         assert config.extra_config is not None
         config.extra_config["hcache"] = options
-        joined = join(config)
+        joined = join(config, make_backend)
         joined.store.close()
         return joined.config
 

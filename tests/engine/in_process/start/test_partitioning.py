@@ -15,14 +15,13 @@ from hcache_backend.config import ConfigError, parse_config
 from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments, page_layout
-from hcache_backend.plan import measure
 from hcache_backend.plan.model_config import shape_from_config
 from hcache_backend.plan.model_shape import ModelShape
-from hcache_backend.plan.profile import CopyWay, Profile, Rate
+from hcache_backend.plan.profile import Profile, Rate
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.sglang.host_pool import HostPages
 from hcache_backend.sglang.passes import forward_stream
-from hcache_backend.start.machine import copy_as_measured, fixed_partition
+from hcache_backend.start.machine import fixed_partition
 from hcache_backend.start.page_plan import kv_bytes_per_token, plan_host_pages
 from hcache_backend.streams import WorkerStream
 from hcache_kernels.codecs import make_codec
@@ -64,27 +63,6 @@ def slow_bus(l3: Rate | None) -> Profile:
 
 def gpt2() -> ModelShape:
     return shape_from_config(json.loads((CONFIGS / "gpt2.json").read_text()), "a test")
-
-
-def test_a_server_copies_as_its_profile_found_to_be_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[tuple[int, bool]] = []
-    monkeypatch.setattr(measure, "engine_works", lambda device: True)
-    monkeypatch.setattr(
-        measure, "use_copies", lambda programs, engine: used.append((programs, engine))
-    )
-    engine = CopyWay(programs=None, alone=5e10, beside=5e10, products=1.0)
-    kernel = CopyWay(programs=8, alone=5e10, beside=4e10, products=0.9)
-    whole = 64 * gpt2().hidden * gpt2().element_bytes
-    for copies, segment in (
-        ((kernel, engine), whole),
-        ((engine, kernel), whole),
-        ((engine, kernel), whole // 2 - 1),  # a page so small that the engine would be slower
-        ((engine, kernel), 0),
-        ((), whole),
-    ):
-        profile = slow_bus(None).model_copy(update={"copies": copies, "model": gpt2()})
-        copy_as_measured(profile, "cpu", segment)
-    assert used == [(8, False), (8, True), (8, False), (8, False)]
 
 
 FOUR_LAYERS = ModelShape(
