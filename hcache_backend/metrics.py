@@ -220,8 +220,11 @@ STORE = Events(
 # never an error of a request
 PROBLEMS = _counter("hcache_problems", "Problems by kind, each a cache miss", "kind")
 
-_MODE = "1 for the mode of the server (hidden, kv) and its pages (own, plain); the log says why"
-MODE = _gauge("hcache_mode_info", _MODE, "mode", "pages")
+_MODE = (
+    "1 for the mode of the server (hidden, kv), its pages (own, plain), and those that its model and "
+    "arguments should have; the log says why"
+)
+MODE = _gauge("hcache_mode_info", _MODE, "mode", "pages", "expected")
 
 _CAPABILITY = "1 for a capability that the server has, 0 for one that it goes without"
 CAPABILITY = _gauge("hcache_capability_info", _CAPABILITY, "capability")

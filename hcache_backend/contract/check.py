@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hcache_backend.contract.source import Definition, Parameters, Source
-from hcache_backend.sglang.compat import sglang_version
 
 
 class Found(NamedTuple):
@@ -30,7 +29,7 @@ def installed() -> Found:
     spec = find_spec("sglang")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("SGLang is not installed")
-    return Contract(Source(Path(spec.origin).parents[1], sglang_version())).found()
+    return Contract(Source(Path(spec.origin).parents[1], "as installed")).found()
 
 
 class Contract:

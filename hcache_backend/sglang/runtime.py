@@ -113,14 +113,15 @@ class Runtime:
         """The host pool holds own pages. ``reason``: why no hidden states; None if it does."""
         self.mode, self.own_pages, self.reason = "kv" if reason else "hidden", True, reason
         self.page_fields = fields
-        metrics.MODE.set(self.mode, "own")
+        metrics.MODE.set(self.mode, "own", "own")
         if reason is not None:
             logger.info("hcache: KV mode, own pages: %s", reason)
 
-    def use_plain_pages(self, reason: str) -> None:
-        """The host pool holds SGLang's plain KV pages, for this ``reason``."""
+    def use_plain_pages(self, reason: str, *, expected: bool = False) -> None:
+        """The host pool holds SGLang's plain KV pages, for this ``reason``. ``expected``: with this
+        model and these arguments; otherwise an alert says that the server lost its own pages."""
         self.mode, self.own_pages, self.reason = "kv", False, reason
-        metrics.MODE.set("kv", "plain")
+        metrics.MODE.set("kv", "plain", "plain" if expected else "own")
         logger.warning("hcache: KV mode, plain pages: %s", reason)
 
     def stop_judging(self) -> None:

@@ -83,7 +83,7 @@ def bootstrap(runner: Any) -> None:
     if not args.enable_hierarchical_cache:
         own = "decode offload makes a host pool and a controller of its own"
         untold = "does not tell where in its sequence a page is"
-        runtime.use_plain_pages(f"{own}, and {untold}; it only writes L3")
+        runtime.use_plain_pages(f"{own}, and {untold}; it only writes L3", expected=True)
         return
     hooks.notice_uses()
     _wait_for_loads(runtime)
@@ -184,7 +184,7 @@ def join(
         _agree(storage_config, joined, error)
         assert joined is not None
         if joined.runtime.config is None:
-            joined.runtime.use_plain_pages(STARTED_WITHOUT_US)
+            joined.runtime.use_plain_pages(STARTED_WITHOUT_US, expected=True)
         judge_hits(joined.runtime, joined.config)
         opened.pop_all()
     return joined

@@ -99,7 +99,8 @@ class OwnPagesStrategy(StackStrategy):
         if known and strategy_of(kvcache).matches(kvcache, components):
             return True
         names = ", ".join(sorted(component.name for component in components))
-        self._keep_plain(self._plain or f"the KV pool is a {type(kvcache).__name__} ({names})")
+        why = self._plain or f"the KV pool is a {type(kvcache).__name__} ({names})"
+        self._keep_plain(why, expected=True)
         return False
 
     def build(self, *, kvcache: Any, params: Any, **kwargs: Any) -> Any:
@@ -114,12 +115,14 @@ class OwnPagesStrategy(StackStrategy):
             tell(self._runtime)
             return stack
         except Refused as refused:
-            self._keep_plain(str(refused))
+            known = self._plain is None and refusal(OWN_PAGES, start.server) is not None
+            asked = self._runtime.config is not None and self._runtime.config.mode == "plain"
+            self._keep_plain(str(refused), expected=known or asked)
             return build()
 
-    def _keep_plain(self, reason: str) -> None:
+    def _keep_plain(self, reason: str, *, expected: bool) -> None:
         capture_nothing(self._runtime)
-        self._runtime.use_plain_pages(reason)
+        self._runtime.use_plain_pages(reason, expected=expected)
         count(self._runtime)
 
 

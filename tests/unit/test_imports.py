@@ -15,7 +15,7 @@ BENCH = ROOT / "bench"
 
 # A part imports only parts of a lower rank (docs/structure.md); those of one line have the same.
 RANKED = """
-    config format
+    config contract format
     ranks streams
     arena fingerprint store
     metrics server_report projection plan

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from hcache_backend import __version__
 from hcache_backend.cli.main import app
 from hcache_backend.config import parse_config
+from hcache_backend.sglang.compat import SUPPORTED
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -90,7 +91,7 @@ def test_the_wheel_has_every_module_and_says_that_it_is_typed(wheel: zipfile.Zip
     wanted = {
         f"{name}/{path.relative_to(folder)}"
         for name, folder in PACKAGES.items()
-        for path in [*folder.rglob("*.py"), folder / "py.typed"]
+        for path in [*folder.rglob("*.py"), *folder.rglob("seams.json"), folder / "py.typed"]
     }
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == wanted
 
@@ -104,6 +105,15 @@ def test_an_index_can_show_the_wheel(wheel: zipfile.ZipFile) -> None:
     assert 'triton; platform_system == "Linux"' in (found.get_all("Requires-Dist") or [])
     [entries] = [name for name in wheel.namelist() if name.endswith("/entry_points.txt")]
     assert "[sglang.srt.plugins]" in wheel.read(entries).decode()
+
+
+def test_every_page_names_the_versions_of_sglang_that_are_tested() -> None:
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
+    ranges = {
+        r for page in pages for r in re.findall(r"(0\.5\.\d+) to (0\.5\.\d+)", page.read_text())
+    }
+    assert ranges == {(SUPPORTED[0], SUPPORTED[-1])}
+    assert f"sglang:v{SUPPORTED[-1]}\n" in (EXAMPLES / "Dockerfile").read_text()
 
 
 def test_the_command_says_its_version() -> None:

@@ -63,7 +63,7 @@ def pages() -> list[str]:
     """Two pages of one server, with work in between."""
     for metric in metrics.ALL:
         metric.clear()  # other tests of the process may have counted
-    metrics.MODE.set("hidden", "own")
+    metrics.MODE.set("hidden", "own", "own")
     metrics.CODEC.set("int8", "none")
     counters = metrics.StoreCounters(stats := StoreStats())
     stats.add(bytes_read=1000, pages_evicted=3)
@@ -127,8 +127,8 @@ def test_suspended_l3_shows_with_its_reason_and_kv_mode(server: Pages, pages: li
     said = once(server, written())
     assert "suspended: flush_needed" in said and "problems" not in said
     metrics.SUSPENDED.only()
-    metrics.MODE.set("hidden", "own", value=0)
-    metrics.MODE.set("kv", "plain")
+    metrics.MODE.set("hidden", "own", "own", value=0)
+    metrics.MODE.set("kv", "plain", "own")
     page = parse(written()).state
     names = ("suspended", "mode", "pages", "codec")
     assert [page[name] for name in names] == [None, "kv", "plain", None]
@@ -225,7 +225,7 @@ from hcache_backend.store import StoreStats
 
 logging.basicConfig(stream=sys.stdout)
 shutil.rmtree(sys.argv[1])
-metrics.MODE.set("hidden", "own")
+metrics.MODE.set("hidden", "own", "own")
 metrics.TOKENS.count("captured", 1)
 metrics.SUSPENDED.only("why")
 counters = metrics.StoreCounters(stats := StoreStats())
@@ -263,7 +263,7 @@ for what in sys.argv[1:]:
     elif what == "suspended":
         metrics.SUSPENDED.set("flush_needed")
     else:
-        metrics.MODE.set(what, "own")
+        metrics.MODE.set(what, "own", "own")
         metrics.RATES.set("l3_read", what, value=len(what))
 metrics.TOKENS.count("captured", 1)
 print("said", flush=True)
@@ -298,7 +298,7 @@ def values(*modes: str, captured: int) -> set[str]:
     found = {f"hcache_captured_tokens_total {captured}.0"}
     rate = "hcache_expected_tokens_per_second"
     for mode in modes:
-        found.add(f'hcache_mode_info{{mode="{mode}",pages="own"}} 1.0')
+        found.add(f'hcache_mode_info{{expected="own",mode="{mode}",pages="own"}} 1.0')
         found.add(f'{rate}{{backend="{mode}",operation="l3_read"}} {len(mode)}.0')
     return found
 
