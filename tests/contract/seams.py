@@ -54,8 +54,6 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     ),
     "req": ("sglang.srt.managers.schedule_batch.Req",),
     "request": ("sglang.srt.managers.schedule_batch.Req",),
-    "recv_req": ("sglang.srt.managers.io_struct.AttachHiCacheStorageReqInput",),
-    "tokenizer_manager": ("sglang.srt.managers.tokenizer_manager.TokenizerManager",),
     "resolved": _ARGUMENTS,
     "runner": ("sglang.srt.model_executor.model_runner.ModelRunner",),
     "scheduler": ("sglang.srt.managers.scheduler.Scheduler",),
@@ -80,7 +78,7 @@ NOT_OBJECTS = {
     "q", "k", "v", "key_value_num_tokens", "kind", "graphs",
     "kv_pool", "runtime", "pool", "pages", "place", "layout", "plan", "weights", "device",
     "event", "node", "other", "receipt", "retries", "slots", "ids", "extra_key", "cache_salt",
-    "app", "allocator", "target_location", "target_locations", "target_sizes",
+    "allocator", "target_location", "target_locations", "target_sizes",
 }  # fmt: skip
 """Other parameters annotated ``Any``: tensors, lists, classes, and pools of many classes."""
 
@@ -99,7 +97,6 @@ OURS = {
     ("queue", "extendleft"),  # a deque's
     ("queue", "popleft"),
     ("memory", "parts"),
-    ("tokenizer_manager", "attach_hicache_storage_communicator"),  # made from a list of names
 }
 """What we put there ourselves."""
 

@@ -233,7 +233,7 @@ def gather_planes(groups: int, row_bytes: int) -> Launch:
 def copy_layers(groups: int, save: bool) -> Launch:
     memory, plane = empty(N, 4096 + 128 * groups * 256), empty(N, 64, groups, 256)
     pool, slots = [plane, plane], ids(64 * N)
-    arguments = memory, ids(N), 0, pool, slots, None, layers_of(pool), 64
+    arguments = memory, ids(N), 0, pool, slots, layers_of(pool), 64
     return page_kernels.gather_planes_launch(*arguments, save=save)
 
 
