@@ -21,7 +21,6 @@ def activate() -> None:
     _unpin_host_pools()
     _ignore_pin_memory()
     _ignore_waits_for_cuda()
-    _have_no_other_device_than_the_cpu()
     _go_without_nccl()
     _hook_without_a_search_of_all_modules()
     if os.environ.get("HCACHE_CPU_ENGINE_FORK") == "1":
@@ -162,12 +161,6 @@ def _ignore_waits_for_cuda() -> None:
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *args, **kwargs: None
     torch.cuda.current_stream = lambda *args, **kwargs: None
     torch.cuda.Event = DoneEvent
-
-
-def _have_no_other_device_than_the_cpu() -> None:
-    """A torch for CUDA answers with CUDA's module, GPU or not, to who names no device."""
-    original = torch.get_device_module
-    torch.get_device_module = lambda device=None: original("cpu" if device is None else device)
 
 
 def _go_without_nccl() -> None:

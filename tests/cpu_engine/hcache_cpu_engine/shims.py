@@ -25,12 +25,28 @@ def install() -> None:
     if os.environ.get("HCACHE_CPU_ENGINE_TRITON") != "real":
         stubs["triton"] = TritonStub
     sys.meta_path.insert(0, StubFinder(stubs))
+    sys.meta_path.insert(0, BeforeSGLang())
 
 
 def stub_torchvision() -> None:
     """Alone enough for transformers, which imports torchvision when it is installed."""
     name = "torchvision._meta_registrations"
     sys.modules.setdefault(name, ModuleType(name))
+
+
+class BeforeSGLang(importlib.abc.MetaPathFinder):
+    """A torch for CUDA gives CUDA's module, GPU or not, to who names no device. Modules of SGLang
+    ask for it while they are imported, so it is the CPU's when the first one is."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> None:
+        if fullname == "sglang":
+            sys.meta_path.remove(self)
+            import torch
+
+            original = torch.get_device_module
+            torch.get_device_module = lambda device=None: original(device or "cpu")
 
 
 class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -185,6 +185,6 @@ def test_which_latents_have_own_pages(
 ) -> None:
     said: list[str] = []
     strategy = OwnPagesStrategy(SimpleNamespace(), None, None)  # type: ignore[arg-type]
-    monkeypatch.setattr(strategy, "_keep_plain", said.append)
+    monkeypatch.setattr(strategy, "_keep_plain", lambda why, expected: said.append(why))
     assert strategy.matches(object.__new__(kind), {ComponentType.FULL}) == own
     assert said == ([] if own else ["the KV pool is a DSATokenToKVPool (FULL)"])

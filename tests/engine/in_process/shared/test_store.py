@@ -21,6 +21,7 @@ from hcache_backend.prefetch.gate import HitGate
 from hcache_backend.prefetch.prefetch import Prefetch
 from hcache_backend.sglang import runtime as runtime_module
 from hcache_backend.sglang.runtime import Runtime, Weights
+from hcache_backend.start import attach
 from hcache_backend.tiers import tier as shared_tier
 from tests.engine.in_process.pools.test_own_pages import Server, indices
 from tests.engine.in_process.shared.machines import (
@@ -234,6 +235,7 @@ def test_equal_pages_are_shared_and_no_other_one_is_read(
     owner, _, name = f"other.{differs}".rpartition(".")
     found = attrgetter(owner)(SimpleNamespace(other=other))
     monkeypatch.setattr(found, name, value, raising=False)
+    monkeypatch.setattr(attach, "records_whole_prefills", lambda: False)
     second = machine("second")
     assert second.hit(3) == pages
     assert second.read(0, 1, 2) == [bool(pages)] * 3
