@@ -221,7 +221,7 @@ STORE = Events(
 PROBLEMS = _counter("hcache_problems", "Problems by kind, each a cache miss", "kind")
 
 _MODE = (
-    "1 for the mode of the server (hidden, kv), its pages (own, plain), and the pages that its model "
+    "1 for the mode of the server (hidden, kv), its pages (own, plain), and those that its model "
     "and arguments should have; the log says why"
 )
 MODE = _gauge("hcache_mode_info", _MODE, "mode", "pages", "expected")
