@@ -16,6 +16,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hcache_kernels.launch import Launch
+from tests.ptx.machine import decode
+from tests.ptx.opcodes import TABLE
+from tests.ptx.program import Fault, parse
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 WORKERS = 2
@@ -42,6 +45,7 @@ class Usage(NamedTuple):
     loads: int  # bytes of the widest load of global memory; 0: there is none
     stores: int
     fused: int  # additions to a product of bf16 or fp16 that is not rounded before
+    opcodes: frozenset[str]  # that compute in registers, as the emulator knows them; else a fault
 
 
 class Job(NamedTuple):
@@ -79,8 +83,18 @@ def _compile(job: Job) -> Usage:
     found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout + done.stderr)
     assert found, done.stdout + done.stderr
     ptx = compiled.asm["ptx"]
-    widths = (_widest(way, ptx) for way in ("ld", "st"))
-    return Usage(int(found[1]), int(found[2]), compiled.metadata.shared, *widths, fused(ptx))
+    loads, stores = (_widest(way, ptx) for way in ("ld", "st"))
+    taken = int(found[1]), int(found[2]), compiled.metadata.shared
+    return Usage(*taken, loads, stores, fused(ptx), _opcodes(ptx))
+
+
+def _opcodes(ptx: str) -> frozenset[str]:
+    program = parse(ptx)
+    try:
+        decode(program)
+    except Fault as fault:
+        return frozenset([str(fault)])
+    return frozenset(one.opcode for one in program.instructions) & TABLE.keys()
 
 
 def _widest(way: str, ptx: str) -> int:

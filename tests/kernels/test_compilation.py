@@ -40,6 +40,7 @@ from hcache_kernels.staging import (
     stage_launch,
 )
 from tests.kernels.compiled import TOOLS, Job, Usage, compile_all, fused, source
+from tests.ptx.test_opcodes import tested
 
 # All of them are compiled before the first test, in two processes.
 pytestmark = pytest.mark.timeout(1800)
@@ -377,6 +378,20 @@ def test_the_fusion_of_a_rounded_product_is_seen() -> None:
 @pytest.mark.parametrize("job", cases(JOBS))
 def test_what_is_rounded_is_rounded_before_it_is_added(job: str, usages: dict[str, Usage]) -> None:
     assert usages[job].fused == 0
+
+
+UNKNOWN_ON_100 = "tcgen05"
+"""Tensor cores that the emulator does not know."""
+
+
+@pytest.mark.parametrize("job", cases(JOBS))
+def test_the_emulator_knows_what_a_kernel_is_compiled_to(
+    job: str, usages: dict[str, Usage]
+) -> None:
+    unknown = usages[job].opcodes - tested()
+    if JOBS[job].capability == (10, 0) and any(UNKNOWN_ON_100 in one for one in unknown):
+        pytest.skip("the tensor cores of 10.0")
+    assert not unknown
 
 
 COPIES = {
