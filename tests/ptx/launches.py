@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable, Sequence
 from random import Random
@@ -12,13 +13,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from hcache_kernels.launch import Launch
+from tests.dark.python.hcache_dark import VARIABLE, mark_compiled
 from tests.kernels.compiled import source
 
 from .machine import Run, decode
 from .memory import Global, Span
 from .operands import PARAMETER_BYTES, Step
 from .program import Program, parse
-from .watchers import Races, Watcher
+from .watchers import Lines, Races, Watcher
 
 _FORMATS = {"u64": "<Q", "u32": "<I4x", "f32": "<f4x"}
 
@@ -102,9 +104,14 @@ def emulate(capability: int, seed: int | None = None) -> None:
     """From here on every launch of this process runs on the emulator. With a ``seed`` warps come
     in an order by chance, and races are faults."""
     order = None if seed is None else Random(seed)
+    dark = VARIABLE in os.environ
 
     def run_it(launch: Launch) -> None:
         if 0 not in launch.grid:
-            run(launch, capability, [] if order is None else [Races()], order)
+            lines = Lines()
+            watchers = [Races()] * (order is not None) + [lines] * dark
+            run(launch, capability, watchers, order)
+            if dark:
+                mark_compiled(lines.seen)
 
     Launch.run = run_it
