@@ -31,6 +31,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         help="JSON file that keeps what tests marked long found",
     )
+    parser.addoption(
+        "--ptx",
+        choices=("sm_80", "sm_90", "sm_100"),
+        help="run the kernels of tests/kernels/operations compiled for this device (tests/ptx)",
+    )
+    parser.addoption(
+        "--ptx-seed",
+        type=int,
+        metavar="SEED",
+        help="with --ptx: warps in an order by chance, and races are faults",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -34,13 +34,13 @@ FLOAT32: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 BFLOAT16: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "as they are": {"mode": "kv", "codec": "none"},
-        "encoded": {"mode": "kv", "codec": "exp4"},
+        "as they are": {"mode": "kv", "codec": "none", "recompute": "never"},
+        "encoded": {"mode": "kv", "codec": "exp4", "recompute": "never"},
         "a pair of layers": {"mode": "kv", "codec": "krul", "krul": {"ratio": 0.4, "error": 0.0}},
     }
 )
 """Codecs of half types. K and V come back bit by bit, so what is computed behind them is the same
-in each of these, though not in a server without a cache."""
+in each of these, though not in a server without a cache. A recomputed front has other sums."""
 
 
 def model_with_empty_layers(cache: Path, folder: Path) -> Path:

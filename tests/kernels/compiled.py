@@ -16,6 +16,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hcache_kernels.launch import Launch
+from tests.ptx.machine import decode
+from tests.ptx.opcodes import TABLE
+from tests.ptx.program import Fault, parse
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 WORKERS = 2
@@ -41,6 +44,8 @@ class Usage(NamedTuple):
     shared: int  # bytes of shared memory
     loads: int  # bytes of the widest load of global memory; 0: there is none
     stores: int
+    fused: int  # additions to a product of bf16 or fp16 that is not rounded before
+    opcodes: frozenset[str]  # that compute in registers, as the emulator knows them; else a fault
 
 
 class Job(NamedTuple):
@@ -68,7 +73,7 @@ def _compile(job: Job) -> Usage:
     compiled = triton.compile(
         source(launch.kernel, launch.arguments),
         target=GPUTarget("cuda", 10 * major + minor, 32),
-        options={"num_warps": launch.warps, "num_stages": launch.stages},
+        options=launch.options,
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
@@ -77,14 +82,37 @@ def _compile(job: Job) -> Usage:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout + done.stderr)
     assert found, done.stdout + done.stderr
-    widths = (_widest(way, compiled.asm["ptx"]) for way in ("ld", "st"))
-    return Usage(int(found[1]), int(found[2]), compiled.metadata.shared, *widths)
+    ptx = compiled.asm["ptx"]
+    loads, stores = (_widest(way, ptx) for way in ("ld", "st"))
+    taken = int(found[1]), int(found[2]), compiled.metadata.shared
+    return Usage(*taken, loads, stores, fused(ptx), _opcodes(ptx))
+
+
+def _opcodes(ptx: str) -> frozenset[str]:
+    program = parse(ptx)
+    try:
+        decode(program)
+    except Fault as fault:
+        return frozenset([str(fault)])
+    return frozenset(one.opcode for one in program.instructions) & TABLE.keys()
 
 
 def _widest(way: str, ptx: str) -> int:
     """Bytes that one ``ld`` or ``st`` of global memory moves at most."""
     found = re.findall(rf"\b{way}\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)\b", ptx)
     return max((int(count or 1) * int(bits) // 8 for count, bits in found), default=0)
+
+
+def fused(ptx: str) -> int:
+    """How often a product of bf16 or fp16 is added to something before it is rounded. On sm_80 sums
+    and products of bf16 are such instructions, too: with a factor of one, or plus minus zero."""
+    values = dict(re.findall(r"\bmov\.b16\s+(%rs\d+), (\w+);", ptx))
+    found = re.findall(r"\bfma\.rn\.(?:bf16|f16)(?:x2)?\s+\S+ (\S+), (\S+), (\S+);", ptx)
+    operands = ([values.get(register, register) for register in one] for one in found)
+    return sum(
+        not {"0x3F80", "0xBF80"} & {first, second} and added != "0x8000"
+        for first, second, added in operands
+    )
 
 
 def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:

@@ -39,7 +39,8 @@ from hcache_kernels.staging import (
     save_launch,
     stage_launch,
 )
-from tests.kernels.compiled import TOOLS, Job, Usage, compile_all, source
+from tests.kernels.compiled import TOOLS, Job, Usage, compile_all, fused, source
+from tests.ptx.test_opcodes import tested
 
 # All of them are compiled before the first test, in two processes.
 pytestmark = pytest.mark.timeout(1800)
@@ -365,6 +366,32 @@ def usages(request: pytest.FixtureRequest) -> dict[str, Usage]:
 def test_nothing_spills_and_shared_memory_suffices(job: str, usages: dict[str, Usage]) -> None:
     assert usages[job].stack == KNOWN_SPILLS.get(job, 0)
     assert usages[job].shared <= SHARED_MEMORY[JOBS[job].capability] * 1024
+
+
+def test_the_fusion_of_a_rounded_product_is_seen() -> None:
+    product = "mov.b16 \t%rs9, 0x8000;\n\tfma.rn.bf16 \t%rs3, %rs1, %rs2, %rs9;\n"
+    difference = "mov.b16 \t%rs8, 0xBF80;\n\tfma.rn.bf16 \t%rs4, %rs1, %rs8, %rs3;\n"
+    assert fused(product + difference) == 0
+    assert fused(product + "\tfma.rn.bf16 \t%rs5, %rs1, %rs2, %rs3;\n") == 1
+
+
+@pytest.mark.parametrize("job", cases(JOBS))
+def test_what_is_rounded_is_rounded_before_it_is_added(job: str, usages: dict[str, Usage]) -> None:
+    assert usages[job].fused == 0
+
+
+UNKNOWN_ON_100 = "tcgen05"
+"""Tensor cores that the emulator does not know."""
+
+
+@pytest.mark.parametrize("job", cases(JOBS))
+def test_the_emulator_knows_what_a_kernel_is_compiled_to(
+    job: str, usages: dict[str, Usage]
+) -> None:
+    unknown = usages[job].opcodes - tested()
+    if JOBS[job].capability == (10, 0) and any(UNKNOWN_ON_100 in one for one in unknown):
+        pytest.skip("the tensor cores of 10.0")
+    assert not unknown
 
 
 COPIES = {

@@ -15,7 +15,7 @@ import importlib.abc
 import importlib.machinery
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ class Statement(NamedTuple):
     owner: str  # the function or class that it stands in, dotted; "" for a module's own
     text: str  # its first line
     line: int  # of the file, from 1
-    compiled: bool  # part of a Triton kernel: it runs if the interpreter runs the kernel
+    compiled: bool  # part of a Triton kernel: it runs if the interpreter or tests/ptx runs it
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,25 @@ def _mark(node: Any, number_of: Any) -> None:
                 for part in ast.walk(mark):
                     ast.copy_location(part, statement)
                 block.insert(block.index(statement), mark)
+
+
+def mark_compiled(places: Iterable[tuple[str, int]]) -> None:
+    """Mark statements of kernels whose compiled code ran (tests/ptx), by file and line."""
+    lines: dict[Path, set[int]] = {}
+    for file, line in places:
+        lines.setdefault(Path(file).resolve(), set()).add(line)
+    for path, seen in lines.items():
+        if not any(path.is_relative_to(ROOT / folder) for folder in FOLDERS):
+            continue
+        source = read(path)
+        with source.marks(Path(os.environ[VARIABLE])) as marks:
+            for node, number in source.nodes.items():
+                # Of a statement with a body the lines before that.
+                last = node.body[0].lineno - 1 if hasattr(node, "body") else node.end_lineno
+                if source.statements[number].compiled and any(
+                    node.lineno <= line <= max(last, node.lineno) for line in seen
+                ):
+                    marks[number] = 1
 
 
 def mark_kernels(rewriter: Any) -> None:

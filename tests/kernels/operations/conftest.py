@@ -1,4 +1,5 @@
-"""These tests run the kernels: on a GPU, or under Triton's interpreter in a process of their own.
+"""These tests run the kernels: on a GPU, under Triton's interpreter, or compiled and emulated
+(``--ptx sm_90``).
 
 Triton decides when a kernel is defined, from TRITON_INTERPRET, whether it is interpreted; that
 must not reach other tests. So tests/kernels/test_interpreted.py starts a process with it.
@@ -14,6 +15,9 @@ import torch
 from hcache_kernels.launch import Launch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_CPU = INTERPRETED  # interpreted or emulated; decided before tests are imported
+_HOPPER = (9, 0)
+_emulated: list[tuple[int, int]] = []
 
 if INTERPRETED:
     from tests.kernels import interpreter
@@ -22,8 +26,28 @@ if INTERPRETED:
     torch.set_num_threads(1)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    global ON_CPU  # noqa: PLW0603  what tests import
+    if device := config.getoption("--ptx"):
+        from tests.ptx import launches
+
+        ON_CPU = True
+        number = int(device.removeprefix("sm_"))
+        _emulated.append(divmod(number, 10))
+        launches.emulate(number, config.getoption("--ptx-seed"))
+        torch.set_num_threads(1)
+
+
+def capability() -> tuple[int, int]:
+    """Of the device that runs the kernels; interpreted ones run as on Hopper."""
+    if _emulated or ON_CPU:
+        return _emulated[0] if _emulated else _HOPPER
+    major, minor = torch.cuda.get_device_capability()
+    return major, minor
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if INTERPRETED:
+    if ON_CPU:
         return
     skip = pytest.mark.skipif(
         not torch.cuda.is_available(),
@@ -39,7 +63,7 @@ def host(*shape: int, value: int | None = None) -> torch.Tensor:
     """Bytes that the device can read and write; random ones without a ``value``."""
     memory = torch.randint(256, shape, dtype=torch.uint8)
     memory = memory if value is None else memory.fill_(value)
-    return memory if INTERPRETED else memory.pin_memory()
+    return memory if ON_CPU else memory.pin_memory()
 
 
 def by(programs: int, launch: Launch) -> Launch:
@@ -48,10 +72,10 @@ def by(programs: int, launch: Launch) -> Launch:
 
 
 def finish() -> None:
-    if not INTERPRETED:
+    if not ON_CPU:
         torch.cuda.synchronize()
 
 
 @pytest.fixture
 def device() -> str:
-    return "cpu" if INTERPRETED else "cuda"
+    return "cpu" if ON_CPU else "cuda"

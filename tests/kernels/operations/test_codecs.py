@@ -7,10 +7,10 @@ import torch
 from hcache_kernels.codecs import Codec, make_codec
 from tests.kernels.codec_rows import bfloat16, float_rows, full_rows
 from tests.kernels.hostile_units import HOSTILE, hostile_units
-from tests.kernels.operations.conftest import INTERPRETED
+from tests.kernels.operations.conftest import ON_CPU
 
 POISON = 0xA5
-DEVICE = "cpu" if INTERPRETED else "cuda"
+DEVICE = "cpu" if ON_CPU else "cuda"
 
 
 def poisoned(n: int, width: int) -> torch.Tensor:
@@ -59,7 +59,7 @@ def test_exp4_of_a_million_hostile_units(kind: str, n: int) -> None:
     """As by the reference: of each of eleven kinds 100,000 of 64 values, as many values in larger
     ones. The interpreter has time for one in 250."""
     for seed in range(11, 36):
-        units = hostile_units(kind, (16 if INTERPRETED else 4000) * 64 // n or 1, n, seed)
+        units = hostile_units(kind, (16 if ON_CPU else 4000) * 64 // n or 1, n, seed)
         same_as_reference(make_codec("exp4", n, torch.bfloat16), units)
 
 

@@ -1,0 +1,25 @@
+"""Budgets of what matters over a bus. docs/research/launches.md has counts of real models."""
+
+import pytest
+
+from bench.gpu.shapes import Shape
+from tests.ptx import launches
+from tests.ptx.costs import cases
+from tests.ptx.memory import Span
+from tests.ptx.watchers import SECTOR, Costs
+
+SHAPE = Shape("small", 1, 512, 4, 0)
+KNOWN = {"encode exp3 K and V": 1, "encode exp4 K and V": 1, "encode int8 K and V": 2}
+"""Bytes a thread of encoders, which write too narrow (issue II): a number here may only rise."""
+OVER_THE_BUS = {case.what: case for case in cases(SHAPE) if case.host}
+
+
+@pytest.mark.parametrize("what", OVER_THE_BUS)
+def test_host_memory_is_read_and_written_in_wide_accesses_and_whole_sectors(what: str) -> None:
+    launch, host = OVER_THE_BUS[what].launch, OVER_THE_BUS[what].host
+    costs = Costs([Span.of(host, launch.arguments[host])])
+    launches.run(launch, 90, [costs])
+    [(way, bytes_)] = [one for one in costs.bytes.items() if "host" in one[0]]
+    assert costs.narrowest[way] == KNOWN.get(what, 16)
+    if what not in KNOWN:
+        assert bytes_ == SECTOR * costs.sectors[way]
