@@ -89,8 +89,8 @@ def _compile(job: Job) -> Usage:
 
 
 def _opcodes(ptx: str) -> frozenset[str]:
-    program = parse(ptx)
     try:
+        program = parse(ptx)
         decode(program)
     except Fault as fault:
         return frozenset([str(fault)])

@@ -26,12 +26,17 @@ def _float(function: Function, name: str) -> Function:
     return lambda *x: result(function(*(widen(one, name) for one in x)), name)
 
 
+def _single(bits: Array) -> Array:
+    return widen(bits, "bf16").astype("f4")
+
+
 def _pairs(function: Function, name: str) -> Function:
-    """Of both halves of 32 bits."""
+    """Of both halves of a register."""
 
     def compute(*values: Array) -> Array:
         halves = (np.ascontiguousarray(v).view(TYPES[name]).reshape(-1, 2) for v in values)
-        return np.ascontiguousarray(function(*halves)).view("u4").ravel()
+        whole = f"u{2 * TYPES[name].itemsize}"
+        return np.ascontiguousarray(function(*halves)).view(whole).ravel()
 
     return compute
 
@@ -118,6 +123,7 @@ def _rows() -> Iterator[tuple[str, list[str], str, Function]]:
     for name, function in number.items():
         low = ".lo" if name == "mul" else ""
         yield f"{name}{low}.*", INTEGERS, "T T", function
+        yield f"{name}.rn.f32x2", [], "b64 b64", _pairs(_float(function, "f32"), "f32")
         for kind in FLOATS:
             yield f"{name}.rn.{kind}", [], f"{kind} {kind}", _float(function, kind)
         for both, kind in HALVES.items():
@@ -128,9 +134,14 @@ def _rows() -> Iterator[tuple[str, list[str], str, Function]]:
                 "b32 b32",
                 _pairs(rounded, kind),
             )
+    # The first of both is converted before they are added.
+    yield "add.rn.f32.bf16", [], "bf16 f32", lambda a, c: result(_single(a) + c, "f32")
+    yield "sub.rn.f32.bf16", [], "bf16 f32", lambda a, c: result(_single(a) - c, "f32")
     for kind in FLOATS:
         fma = _float(lambda a, b, c: fused(a.astype("f8"), b.astype("f8"), c.astype("f8")), kind)
         yield f"fma.rn.{kind}", [], f"{kind} {kind} {kind}", fma
+        both = "b64" if kind == "f32" else "b32"
+        yield f"fma.rn.{kind}x2", [], f"{both} {both} {both}", _pairs(fma, kind)
     for part in ("hi", "wide", "lo"):
         some = INTEGERS if part != "wide" else [name for name in INTEGERS if "64" not in name]
         yield f"mul.{part}.*", some, "T T", partial(_product, part=part)

@@ -32,7 +32,19 @@ def computed(opcode: str, sizes: list[int], *values: int) -> int:
 
 
 B16, B32, B64 = [16] * 9, [32] * 9, [64] * 9
+ONE_TWO, TWO_FOUR = 0x40000000_3F800000, 0x40800000_40000000  # pairs of float32
 CASES = [
+    ("add.rn.f32x2", B64[:3], (ONE_TWO, ONE_TWO), TWO_FOUR),
+    ("add.rn.f32.bf16", [32, 16, 32], (0x3F80, 0x3F800001), 0x40000000),
+    ("sub.rn.f32.bf16", [32, 16, 32], (0x3F80, 0x40000000), 0xBF800000),
+    ("fma.rn.bf16x2", B32[:4], (0x3F813F80, 0x3F814000, 0x80008000), 0x3F824000),
+    ("fma.rn.f16x2", B32[:4], (0x3C004000, 0x40004000, 0x3C003C00), 0x42004500),
+    ("add.rn.bf16x2", B32[:3], (0x3F804000, 0x3F804000), 0x40004080),
+    ("sub.rn.bf16x2", B32[:3], (0x40004080, 0x3F804000), 0x3F804000),
+    ("mul.rn.bf16x2", B32[:3], (0x3F813F80, 0x3F814000), 0x3F824000),
+    ("sub.rn.f32x2", B64[:3], (TWO_FOUR, ONE_TWO), ONE_TWO),
+    ("mul.rn.f32x2", B64[:3], (ONE_TWO, 0x40000000_40000000), TWO_FOUR),
+    ("fma.rn.f32x2", B64[:4], (ONE_TWO, 0x3F800000_3F800000, ONE_TWO), TWO_FOUR),
     ("add.s16x2", B32[:3], (0x0001FFFF, 0x00010001), 0x00020000),
     ("max.relu.s32", B32[:3], (ONES, ONES - 4), 0),
     ("and.pred", [1, 1, 1], (1, 0), 0),
