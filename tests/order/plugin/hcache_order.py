@@ -58,9 +58,11 @@ def activate() -> None:
     used: list[Any] = []
 
     def begin(runner: Any, *args: Any, **kwargs: Any) -> None:
+        from sglang.srt.distributed import get_tp_group
+
         if not used:
             used.append(runner)
-            settings.report += f".{runner.tp_rank}"
+            settings.report += f".{get_tp_group().rank_in_group}"
             _begin(checker, settings)
 
     HookRegistry.register(LOAD_MODEL, begin, HookType.BEFORE)
