@@ -154,8 +154,8 @@ def test_images_and_positions_of_three_dimensions(model_cache: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("name", "tp", "restore"),
     [
-        ("qwen3_moe", 2, "auto"),
-        ("deepseek", 2, "auto"),
+        pytest.param("qwen3_moe", 2, "auto", marks=pytest.mark.versions),
+        pytest.param("deepseek", 2, "auto", marks=pytest.mark.versions),
         pytest.param("qwen3_moe", 2, "layerwise", marks=pytest.mark.long),
         # Two ranks have heads of one request, or the same latents.
         pytest.param("qwen3_moe", 4, "auto", marks=pytest.mark.long),

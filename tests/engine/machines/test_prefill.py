@@ -158,7 +158,10 @@ def test_a_server_killed_in_the_middle_of_a_restore_loses_nothing(
     ours.assert_no_cache_output(model, [*conversations, *again])
 
 
-@pytest.mark.parametrize("restore", ["auto", pytest.param("layerwise", marks=LONG)])
+@pytest.mark.parametrize(
+    "restore",
+    [pytest.param("auto", marks=pytest.mark.versions), pytest.param("layerwise", marks=LONG)],
+)
 def test_layers_that_come_late_are_sent_late(restore: str, model: Path, tmp_path: Path) -> None:
     """Of two requests in one batch the first one loads what the second one then finds on the
     device, although its layers have not come."""

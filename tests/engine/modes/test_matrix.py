@@ -202,7 +202,13 @@ CLASSES = [
     row("deepseek", "own", LATENTS, **AGAIN),
     row("deepseek", "own", LATENTS, **TWO_RANKS),
     *(row(name, "own", LATENTS, **AGAIN, **BY_SERVER) for name in ("deepseek_v2", "glm4_moe_lite")),
-    row("deepseek", "own", LATENTS, "codec exp4", **EXPERTS, hcache=AUTO, often=True),
+    row(
+        *("deepseek", "own", LATENTS, "codec exp4"),
+        **EXPERTS,
+        hcache=AUTO,
+        often=True,
+        marks=[VERSIONS],
+    ),
     row("deepseek_v2", "own", LATENTS, "codec exp4", **EXPERTS, hcache=AUTO, tp=2, restarts=True),
     *(
         row(

@@ -64,7 +64,10 @@ def without_a_cache(
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in OFTEN else pytest.mark.long) for name in SERVERS],
+    [
+        pytest.param(name, marks=pytest.mark.versions if name in OFTEN else pytest.mark.long)
+        for name in SERVERS
+    ],
 )
 def test_l3_changes_no_token_and_no_draft(name: str, model_cache: Path, tmp_path: Path) -> None:
     algorithm, mode, hcache, options = SERVERS[name]
