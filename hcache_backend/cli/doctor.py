@@ -183,16 +183,15 @@ def _sglang() -> Iterator[Check]:
 def _seams() -> Check:
     """Whether servers of this environment's SGLang have own pages, as far as its sources tell."""
     try:
-        seams, problems = contract.installed()
+        found = contract.installed()
     except ModuleNotFoundError:
         return Check("SGLang", "fair", "not installed in this Python environment")
-    found, tested = sglang_version(), untested()
-    if problems:
-        lacks = f"of {seams} seams {len(problems)} are missing: {'; '.join(problems)}"
-        return Check("SGLang", "fair", f"{found}: servers have plain pages; {lacks}")
-    if tested is not None:
-        return Check("SGLang", "fair", f"{tested}; all {seams} seams are there")
-    return Check("SGLang", "good", f"{found}: tested; all {seams} seams are there")
+    version, other = sglang_version(), untested()
+    if found.problems:
+        told = f"{version}: servers have plain pages; {found.describe()}"
+        return Check("SGLang", "fair", told)
+    told = f"{other or f'{version}: tested'}; {found.describe()}"
+    return Check("SGLang", "fair" if other else "good", told)
 
 
 def config(

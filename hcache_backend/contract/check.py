@@ -22,6 +22,13 @@ class Found(NamedTuple):
     seams: int
     problems: tuple[str, ...]
 
+    def describe(self) -> str:
+        """The problems, for a log line; without any, that all seams are there."""
+        if not self.problems:
+            return f"all {self.seams} seams are there"
+        missing = "; ".join(self.problems)
+        return f"of {self.seams} seams {len(self.problems)} are missing: {missing}"
+
 
 @cache
 def installed() -> Found:
@@ -95,7 +102,7 @@ class Contract:
     def _attributes(self) -> Iterator[str | None]:
         """What we read from objects of SGLang's is there."""
         for owner, (classes, names) in self._needs["attributes"].items():
-            known = set().union(*map(self._attributes_of, classes))
+            known = set().union(*map(self.attributes_of, classes))
             for name in names:
                 ways = {f"{cls.rpartition('.')[2]}.{name}" for cls in classes}
                 there = name in known or ways & self._one_of
@@ -117,7 +124,8 @@ class Contract:
                 other = f"{_short(name)} returns {returns}, and not {' or '.join(known)}"
                 yield None if returns in known else other
 
-    def _attributes_of(self, dotted: str) -> set[str]:
+    def attributes_of(self, dotted: str) -> set[str]:
+        """Those of a class's instances, or of all classes of a module; none if it is not there."""
         definition = self._source.find(dotted)
         if definition is None:
             return set()

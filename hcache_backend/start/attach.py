@@ -118,12 +118,12 @@ def _missing_seams(config: HCacheConfig) -> str | None:
     if config.sglang == "tested":
         return f"{other}, and option 'sglang' is 'tested'"
     try:
-        seams, problems = contract.installed()
+        found = contract.installed()
     except Exception as error:
         return f"{other}, and its sources could not be read: {error!r}"
-    if problems:
-        return f"{other}, and of {seams} seams {len(problems)} are missing: {'; '.join(problems)}"
-    logger.warning("hcache: %s; all %d seams are there", other, seams)
+    if found.problems:
+        return f"{other}, and {found.describe()}"
+    logger.warning("hcache: %s; %s", other, found.describe())
     return None
 
 

@@ -129,8 +129,8 @@ _MODULES = (  # rules out all that calls or hooks the model's modules
          "compiled forward passes (torch.compile, tc_piecewise graphs) run without our hooks"),
     Need("on CUDA `--cuda-graph-backend-prefill full`",
          lambda s: s.on_gpu and records_whole_prefills(),
-         "full prefill graphs read K and V without waiting for the layers of a restore "
-         "(--cuda-graph-backend-prefill breakable waits)"),
+         "full prefill graphs wait for a whole restore and not for its layers "
+         "(--cuda-graph-backend-prefill breakable does)"),
 )
 CAPABILITIES: dict[str, tuple[Need, ...]] = {
     OWN_PAGES: (

@@ -7,7 +7,6 @@ SGLang's sources are read, not imported, so that all versions can be asked in on
 import ast
 import json
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -124,18 +123,11 @@ def test_methods_that_no_base_class_has_are_called(sglang: Source) -> None:
         assert any(f".{name}(" in text for text in texts), name
 
 
-def attributes_of(sglang: Source, classes: Iterable[str]) -> set[str]:
-    known: set[str] = set()
-    for definition in (found(sglang, name) for name in classes):
-        is_module = isinstance(definition.node, ast.Module)
-        known |= sglang.attributes_in(definition) if is_module else sglang.attributes(definition)
-    return known
-
-
 def test_what_we_ask_for_in_case_it_is_there_is_there_in_some_version() -> None:
     """A misspelt name in a `getattr` would never be missed."""
+    versions = [Contract(source(version)) for version in SUPPORTED]
     known = {
-        name: set().union(*(attributes_of(source(version), classes) for version in SUPPORTED))
+        name: {found for one in versions for cls in classes for found in one.attributes_of(cls)}
         for name, classes in seams.OBJECTS.items()
     }
     unknown = [
@@ -150,7 +142,7 @@ def test_what_we_ask_for_in_case_it_is_there_is_there_in_some_version() -> None:
 
 def test_requests_say_what_their_token_ids_do_not(sglang: Source) -> None:
     """Without one of these no front of a hit would be recomputed."""
-    request = attributes_of(sglang, ["sglang.srt.managers.schedule_batch.Req"])
+    request = Contract(sglang).attributes_of("sglang.srt.managers.schedule_batch.Req")
     assert set(arguments.NOT_IN_TOKEN_IDS) <= request
 
 
