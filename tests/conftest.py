@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 
 import bench.gpu  # noqa: F401  the kernels, where only the checkout is there
+from tests.durations import Durations, longest_first
 
 # A shell has its background jobs ignore it, and so would the commands that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -32,6 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="JSON file that keeps what tests marked long found",
     )
     parser.addoption(
+        "--write-durations",
+        action="store_true",
+        help="write how long each file of tests took to tests/durations.json",
+    )
+    parser.addoption(
         "--ptx",
         choices=("sm_80", "sm_90", "sm_100"),
         help="run the kernels of tests/kernels/operations compiled for this device (tests/ptx)",
@@ -45,8 +51,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        return  # one process writes the files
     path = config.getoption("--long-results")
-    if path is not None and not hasattr(config, "workerinput"):  # one process writes the file
+    if path is not None:
         from tests.long_results import LongResults
 
         config.pluginmanager.register(LongResults(path))
+    if config.getoption("--write-durations"):
+        config.pluginmanager.register(Durations())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        longest_first(items)

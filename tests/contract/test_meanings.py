@@ -18,6 +18,7 @@ from bench.harness.models import build_model
 from hcache_backend.sglang.compat import SUPPORTED
 from tests.contract.versions import ROOT, source
 from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
+from tests.kit.models import MODELS
 
 OWN, HIDDEN, RECOMPUTE = "own pages", "hidden states", "recomputation"
 EAGER, JUDGING = "restores while L3 is read", "judging L3 hits"
@@ -101,10 +102,8 @@ TABLE = [
 
 
 @pytest.mark.parametrize("version", SUPPORTED)
-def test_command_lines_mean_to_us_what_they_mean_to_sglang(
-    version: str, pytestconfig: pytest.Config
-) -> None:
-    model = str(build_model("llama", pytestconfig.cache.mkdir("models")))
+def test_command_lines_mean_to_us_what_they_mean_to_sglang(version: str) -> None:
+    model = str(build_model("llama", MODELS))
     path = os.pathsep.join([str(source(version).root), cpu_engine_env()["PYTHONPATH"], str(ROOT)])
     lines = [row.line.format(model=model).split() for row in TABLE]
     run = subprocess.run(

@@ -1,6 +1,8 @@
-"""pytest plugin: the whole run has the stand-in for its GPU, and Triton interprets kernels.
+"""pytest plugin: the whole run has the stand-in for its GPU. Triton interprets kernels, or they run
+compiled on the emulator (``--ptx``).
 
-For `pytest -p tests.cuda_standin.plugin` with `TRITON_INTERPRET=1`, see `test_stand_in.py`.
+For `pytest -p tests.cuda_standin.plugin`, without ``--ptx`` with `TRITON_INTERPRET=1`: see
+`test_stand_in.py`.
 """
 
 from collections.abc import Iterator
@@ -11,12 +13,19 @@ import torch
 from tests.cuda_standin import device
 from tests.kernels import interpreter
 
-interpreter.mend()
 torch.set_num_threads(1)
-
-
 _standing_in = device.stand_in()
-_standing_in.__enter__()  # before test modules ask whether there is a GPU
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before test modules ask whether there is a GPU."""
+    if compiled_for := config.getoption("--ptx"):
+        from tests.ptx import launches
+
+        launches.emulate(int(compiled_for.removeprefix("sm_")), config.getoption("--ptx-seed"))
+    else:
+        interpreter.mend()
+    _standing_in.__enter__()
 
 
 def pytest_unconfigure() -> None:

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from bench.harness.models import build_model
+from tests.kit.models import MODELS
 
 
 @pytest.fixture(scope="session")
-def model_cache(pytestconfig: pytest.Config) -> Path:
-    """Where tiny models are kept between test runs (they are keyed by their content)."""
-    return pytestconfig.cache.mkdir("models")
+def model_cache() -> Path:
+    return MODELS
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from tests.engine.harness import ours
 from tests.engine.harness.conversations import Conversation, converse, make_conversations, turns_of
 from tests.goldens.golden import compare
 from tests.goldens.traced import PAGE
+from tests.kit.models import MODELS
 
 pytestmark = pytest.mark.engine
 LAYERS = 6
@@ -60,10 +61,8 @@ def conversations_on(options: ServerOptions, said: str = "") -> list[Conversatio
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_replies_are_the_same_in_every_mode(
-    dtype: str, pytestconfig: pytest.Config, tmp_path: Path
-) -> None:
-    model = model_with_empty_layers(pytestconfig.cache.mkdir("models"), tmp_path)
+def test_replies_are_the_same_in_every_mode(dtype: str, tmp_path: Path) -> None:
+    model = model_with_empty_layers(MODELS, tmp_path)
     found: dict[str, list[Conversation]] = {}
     if dtype == "float32":
         plain = ServerOptions(model, tmp_path / "plain.log", cache="none", page_size=PAGE)

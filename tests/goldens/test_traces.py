@@ -19,6 +19,7 @@ from tests.engine.harness.disaggregation import PrefillServer
 from tests.engine.machines.servers import TRANSFER
 from tests.goldens.golden import compare
 from tests.goldens.traced import PAGE, Script, conversation, our_traced_server, traced
+from tests.kit.models import MODELS
 
 pytestmark = pytest.mark.engine
 MIXED = {"partition": ours.partition(1, 2, 1)}
@@ -237,8 +238,8 @@ SCENARIOS = {
 
 
 @pytest.fixture(scope="module")
-def model(pytestconfig: pytest.Config) -> Path:
-    return build_model("llama", pytestconfig.cache.mkdir("models"))
+def model() -> Path:
+    return build_model("llama", MODELS)
 
 
 @pytest.mark.parametrize(

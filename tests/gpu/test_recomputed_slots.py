@@ -4,7 +4,6 @@ Slots of the tokens before a restore are made on one stream (SGLang's schedule s
 recomputation on another (that of forward passes), and dropped as soon as the restore is launched.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -23,7 +22,7 @@ from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import TokenSpan
 
-STANDS_IN = os.environ.get("TRITON_INTERPRET") == "1"  # tests/cuda_standin
+STANDS_IN = "tests.cuda_standin.plugin" in sys.modules
 PAGE, WIDTH = 64, 64  # tokens of a page; bytes of a token
 BEFORE, RESTORED = 64, 4  # pages before the restore, and of it
 LATE_CYCLES = 100_000_000  # for which a stream is held up

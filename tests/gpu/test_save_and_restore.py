@@ -3,8 +3,8 @@
 What needs no graph also runs on the CPU, where streams are threads.
 """
 
-import os
 import random
+import sys
 import time
 
 import numpy as np
@@ -21,7 +21,7 @@ from hcache_kernels.project_kv import KVPool, KVProjection, ProjectionCall, proj
 from hcache_kernels.project_kv.reference import compute_kv_reference
 from tests.integrity import assert_sound_arena
 
-STANDS_IN = os.environ.get("TRITON_INTERPRET") == "1"  # tests/cuda_standin
+STANDS_IN = "tests.cuda_standin.plugin" in sys.modules
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 LAYERS, WIDTH, HEADS, HEAD_DIM, PAGE = 4, 256, 2, 64, 16

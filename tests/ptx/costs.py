@@ -22,7 +22,7 @@ from bench.gpu.kernels import SHAPES
 from bench.gpu.kernels_projection import random_projection
 from bench.gpu.shapes import HEADER_BYTES, PAGE, Shape
 from hcache_backend.format.units import units_per_group
-from hcache_backend.plan.profile import BUS_SHARE, PRESETS
+from hcache_backend.plan.profile import BUS_SHARE, COMPUTE_SHARE, PRESETS
 from hcache_kernels.codecs import Cut, make_codec, make_segment_codec
 from hcache_kernels.launch import Launch
 from hcache_kernels.pages.kernel import gather_launch, gather_planes_launch
@@ -45,7 +45,7 @@ class Case(NamedTuple):
     what: str
     launch: Launch
     host: str | None  # the argument that is in host memory
-    assumed: float  # seconds that the cost model takes for it
+    allowed: float | None = None  # seconds that the cost model of a restore has for it
 
 
 def cases(shape: Shape) -> Iterator[Case]:
@@ -54,12 +54,13 @@ def cases(shape: Shape) -> Iterator[Case]:
     width, row = shape.width, 2 * shape.hidden
     hidden, ids = torch.randn(PAGE, shape.hidden).bfloat16(), torch.arange(PAGE)
     one, bus = torch.tensor([0]), GPU.bus * BUS_SHARE
+    at_peak = 2 * PAGE * shape.hidden * 2 * width / GPU.flops  # seconds of the projection's product
     memory = torch.zeros(1, HEADER_BYTES + PAGE * max(row, 4 * width), dtype=torch.uint8)
     staged = StagedRows(torch.zeros(1, PAGE, row, dtype=torch.uint8), torch.zeros(1, PAGE).long())
-    yield Case("stage hidden states", stage_launch(hidden, ids, one, staged, 0), None, 0)
+    yield Case("stage hidden states", stage_launch(hidden, ids, one, staged, 0), None)
     at = torch.tensor([HEADER_BYTES])
     save = save_launch(staged.rows, ids, one, memory, at, PAGE, range(PAGE))
-    yield Case("save hidden states", save, "arena", PAGE * row / bus)
+    yield Case("save hidden states", save, "arena")
     rows = torch.zeros(1, PAGE * row, dtype=torch.uint8)
     load = gather_launch(memory, one, HEADER_BYTES, rows)
     yield Case("load hidden states", load, "pages", PAGE * row / bus)
@@ -67,26 +68,27 @@ def cases(shape: Shape) -> Iterator[Case]:
     pool = [plane.view(torch.uint8).view(1, PAGE, 1, 2 * width) for plane in planes]
     for what, saves in (("load", False), ("save", True)):
         copy = gather_planes_launch(memory, one, HEADER_BYTES, pool, one, save=saves)
-        yield Case(f"{what} K and V", copy, "pages", PAGE * 4 * width / bus)
+        yield Case(f"{what} K and V", copy, "pages", None if saves else PAGE * 4 * width / bus)
     for name in CODECS:
         pieces = units_per_group(PAGE, width)
         cut = Cut(width, PAGE // pieces, 1, pieces)  # as one rank stores it
         codec = make_segment_codec(name, cut, shape.head_dim, torch.bfloat16)
         fits = torch.zeros(1, codec.flags, dtype=torch.bool)
         encode = codec.encode_launch(planes, one, memory, one, HEADER_BYTES, fits)
-        yield Case(f"encode {name} K and V", encode, "memory", codec.segment_bytes / bus)
+        yield Case(f"encode {name} K and V", encode, "memory")
         segment = memory[:, HEADER_BYTES : HEADER_BYTES + codec.segment_bytes].clone()
         decode = codec.decode_launch(segment, planes, one)
-        yield Case(f"decode {name} K and V", decode, None, 0)
+        yield Case(f"decode {name} K and V", decode, None, codec.segment_bytes / bus)
     rows_codec = make_codec("exp4", shape.hidden, torch.bfloat16)
     encoded = torch.zeros(PAGE, rows_codec.row_bytes, dtype=torch.uint8)
     flags = torch.zeros(PAGE, dtype=torch.bool)
     encode = rows_codec.encode_launch((hidden,), None, encoded, None, 0, flags)
-    yield Case("encode exp4 hidden states", encode, None, 0)
+    yield Case("encode exp4 hidden states", encode, None)
     projection = random_projection(shape, _Device())
     half = torch.zeros(PAGE, 2 * width, dtype=torch.bfloat16)
     call = ProjectionCall(hidden, ids, ids, projection, KVPool(*planes))
-    yield Case("norm, RoPE, scatter", epilogue_launch(half, call), None, 0)
+    left = at_peak / COMPUTE_SHARE - at_peak
+    yield Case("norm, RoPE, scatter", epilogue_launch(half, call), None, left)
 
 
 class _Device(NamedTuple):
@@ -117,7 +119,8 @@ def row_of(shape: Shape, case: Case) -> str:
     cells += [f"{sectors[where]:,}" for where in ("device", "host")]
     cells += [narrowest or "-", f"{whole:.0%}" if host_ways else "-", f"{costs.bank_conflicts:,}"]
     cells += [f"{registers_of(kernel)}", f"{kernel.metadata.shared:,}"]
-    cells += [" x ".join(map(str, launch.grid)), f"{1e6 * bound:.2f}", f"{1e6 * case.assumed:.2f}"]
+    allowed = "-" if case.allowed is None else f"{1e6 * case.allowed:.2f}"
+    cells += [" x ".join(map(str, launch.grid)), f"{1e6 * bound:.2f}", allowed]
     return f"| {' | '.join(cells)} |"
 
 

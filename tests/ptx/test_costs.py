@@ -4,7 +4,7 @@ import pytest
 
 from bench.gpu.shapes import Shape
 from tests.ptx import launches
-from tests.ptx.costs import cases
+from tests.ptx.costs import DOCS, cases
 from tests.ptx.memory import Span
 from tests.ptx.watchers import SECTOR, Costs
 
@@ -23,3 +23,11 @@ def test_host_memory_is_read_and_written_in_wide_accesses_and_whole_sectors(what
     assert costs.narrowest[way] == KNOWN.get(what, 16)
     if what not in KNOWN:
         assert bytes_ == SECTOR * costs.sectors[way]
+
+
+def test_the_cost_model_has_at_least_the_time_that_a_launch_takes() -> None:
+    rows = [line.strip("| ").split(" | ") for line in DOCS.read_text().splitlines() if "| " in line]
+    timed = {tuple(row[:2]): row[-2:] for row in rows if row[-1].replace(".", "").isdigit()}
+    assert len(timed) > 20
+    short = {name: times for name, times in timed.items() if float(times[0]) > float(times[1])}
+    assert not short
