@@ -1,4 +1,4 @@
-# make demo, make test: each sets everything up first (make setup), once.
+# make demo, make check, make test: each sets everything up first (make setup), once.
 
 PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
@@ -14,7 +14,7 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 	'import sys, importlib.util as u; u.find_spec("sglang") and print(sys.executable)' 2>/dev/null)
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
-.PHONY: setup versions demo test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
+.PHONY: setup versions demo check test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
 	bench-accuracy bench-paper bench-beside bench-hits bench-hits-load bench-eviction bench-agents bench-returns bench-bursts bench-states \
 	bench-restores bench-saving bench-multiturn bench-real-model record-demo record-restores record-accuracy record-real-model
 .DELETE_ON_ERROR:
@@ -23,9 +23,17 @@ demo: setup
 	$(BIN)/python -m bench.demo $(ARGS)
 
 # Two files at a time: a server's start and its waits leave a core idle. ARGS="-n 0": one at a time.
-# Servers first, as they are collected: xdist would leave long files of few tests to the end.
+# The longest files begin first (tests/durations.py), in the place of xdist's own order.
+IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+
+# Before every commit: all tests without a server that take a few minutes together.
+check: setup
+	$(BIN)/python -m pytest -m "not long and not slow" $(IN_PARALLEL) tests/unit tests/engine/test_in_process.py \
+		tests/contract/test_seams.py tests/goldens/test_bytes.py tests/goldens/test_streams.py $(ARGS)
+
+# Before a merge.
 test: setup versions
-	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m "not long" $(IN_PARALLEL) $(ARGS)
 
 # Up to an hour, one after the other. What it finds is committed.
 test-long: setup
