@@ -191,7 +191,7 @@ STAGE_SECONDS = _histogram(
 PAGES = Events(
     ("hcache_l3_read_pages", "(read|missed)", "Pages asked for in L3", "result"),
     ("hcache_l3_written_pages", "(written|dropped_.+)", "Pages given to L3", "result"),
-    ("hcache_l3_head_pages", "heads_(.+)", "Pages of beginnings, with write_back", "result"),
+    ("hcache_l3_head_pages", "heads_(.+)", "Pages of beginnings that L3 lacked", "result"),
 )
 
 # result: found, absent, suspended (L3 was not asked), or not_promised (by a decode server)

@@ -1,12 +1,17 @@
 """Backups that HiCache would not make or not wait for: beginnings of conversations, the last ones.
-With ``write_back`` HiCache writes a node when the device evicts it, ends of conversations first.
-The beginning of one that goes on would never be written, so it is put once its end was written.
+
+A look-up ends at the first page that L3 lacks. So a node is written only if L3 has all pages before
+it. HiCache gives L3 a node once. L3 may lack the pages before: they were computed before it was
+attached, ``write_back`` keeps them on the device, or L3 has lost them since. Then the nodes from
+the beginning of the conversation on are put again, the node last.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,75 +19,152 @@ import torch.distributed as dist
 from hcache_backend import metrics
 from hcache_backend.format.envelope import key_bytes
 from hcache_backend.metrics import logger
+from hcache_backend.ranks import Said, Turn
 
 _PAGES = 128  # a turn puts no further node once its nodes have this many pages
-_NODES = 1 << 16  # known ends of written beginnings; the oldest ones are forgotten
+_NODES = 1 << 16  # nodes that are known after the device has evicted them; the oldest are forgotten
 _FINISH_SECONDS = 10.0  # SGLang kills processes 15 s after it has told them to stop
 _POLL_SECONDS = 0.001
 
 
+class _Node(NamedTuple):
+    """A node of SGLang's tree, by its contents: numbers are used again."""
+
+    number: int
+    key: bytes  # of its last page
+    pages: int
+    before: int | None  # number of the node before it; None: a sequence begins with it
+
+
+class _Answer(NamedTuple):
+    """The backup thread is done with an operation."""
+
+    operation: int
+    number: int  # of its node
+    hole: bool  # L3 lacks a page before the node, so it was not written
+
+
 class Backups:
-    """Scheduler thread only. All ranks put the same nodes at once. Pipeline stages put none."""
+    """Scheduler thread only, but for :attr:`behind_holes`. All ranks put the same nodes at once.
+    Pipeline stages put none, and write each node.
+
+    Attributes:
+        behind_holes: Operations of HiCache's backup thread that wrote nothing on this rank,
+            because L3 lacks a page before theirs.
+    """
 
     def __init__(self, stages: int) -> None:
-        self._on = stages == 1
+        self.on = stages == 1
+        self.behind_holes: set[int] = set()
         self._cache: Any = None
-        self._heads: dict[bytes, int] = {}  # ends of beginnings that are to be put, by their key
-        self._written: dict[bytes, None] = {}  # keys of ends of beginnings that were put
+        self._given: dict[int, _Node] = {}  # to L3, by number
+        self._answered: list[_Answer] = []
+        self._first_hole: Said | None = None  # its place among those
+        # To be put, each from the last node to the first.
+        self._chains: deque[list[_Node]] = deque()
+        self._putting: set[int] = set()  # nodes of chains that HiCache has not given to L3 yet
+        self._copied: int | None = None  # the last one that was copied to host memory for that
+        self._again: dict[int, int] = {}  # operations that are not answered, of nodes of chains
 
-    def wrote(self, cache: Any, node: int) -> None:
-        """``node`` is on its way to L3: note the node before it."""
-        if self._on and cache.is_write_back and len(cache.tree_components) == 1:
-            found = cache.tree_core.snapshot_buffer_backup(node, False)
-            if found is not None and not found.parent_is_root:
-                self._heads[key_bytes(found.parent_last_hash)] = found.parent_node_id
-
-    def put_heads(self, cache: Any) -> None:
-        """Back up nodes before those that were written, a part of them; called after HiCache's
-        turn. Only ``write_back`` leaves such nodes, which are still on the device."""
+    def gave(self, cache: Any, number: int) -> None:
+        """HiCache has queued a node for L3."""
         self._cache = cache
-        if not self._heads or cache.ongoing_write_through:
-            return
+        if number in self._putting:
+            self._putting.remove(number)
+            self._again[next(reversed(cache.ongoing_backup), 0)] = number
+        node = _on_device(cache, number)
+        if node is not None:
+            self._given[number] = node
+            if len(self._given) > _NODES:
+                del self._given[next(iter(self._given))]
+
+    def answered(self, cache: Any, operations: Sequence[Any]) -> None:
+        """The backup thread is done with these, on every rank."""
+        for operation in operations:
+            hole = operation.id in self.behind_holes
+            self.behind_holes.discard(operation.id)
+            if operation.id in cache.ongoing_backup:
+                number = cache.ongoing_backup[operation.id][0]
+                self._answered.append(_Answer(operation.id, number, hole))
+
+    def ask(self, turn: Turn) -> None:
+        self._first_hole = None
+        if self._answered:
+            holes = [place for place, answer in enumerate(self._answered) if answer.hole]
+            self._first_hole = turn.say(*holes[:1] or [len(self._answered)])
+
+    def hear(self, cache: Any) -> None:
+        """Nodes before the first hole of any rank are written; those behind it wait for a turn."""
+        if self._first_hole is not None:
+            [first] = self._first_hole.least
+            done, self._answered = self._answered[: first + 1], self._answered[first + 1 :]
+            for place, answer in enumerate(done):
+                again = self._again.pop(answer.operation, None) is not None
+                if place == first:
+                    self._begin_chain(cache, answer.number, again=again)
+        self._put_chains(cache)
+        if not (cache.ongoing_backup or cache.ongoing_write_through or self._answered):
+            self._putting.clear()  # of a tree that was flushed meanwhile
+            self._again.clear()
+
+    def _begin_chain(self, cache: Any, number: int, *, again: bool) -> None:
+        if number in {*self._putting, *self._again.values()}:
+            return  # put since then
+        chain: list[_Node] = []
+        before: int | None = number
+        while before is not None:
+            node = _on_device(cache, before) or self._given.get(before)
+            if node is None:
+                break
+            chain.append(node)
+            before = node.before
+        if before is not None or again:  # the first time there was no room for its beginning
+            metrics.PAGES.count("heads_not_put", sum(node.pages for node in chain[1:]) or 1)
+        elif all(chain[0] not in other for other in self._chains):
+            self._chains.append(chain)
+
+    def _put_chains(self, cache: Any) -> None:
+        """Put a part of the nodes. HiCache gives one that it copies to host memory to L3 when the
+        copy is there; others follow behind it."""
         from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 
-        end = next(iter(self._heads))
-        chain: list[tuple[bytes, int, int]] = []  # from the last node to the first
-        key: bytes | None = end
-        first = node = self._heads.pop(end)
-        while key is not None and key not in self._written:
-            found = cache.tree_core.snapshot_buffer_backup(node, False)
-            if found is None or key_bytes(found.hash_values[-1]) != key:
-                return  # it was evicted, and so written
-            chain.append((key, node, len(found.hash_values)))
-            key = None if found.parent_is_root else key_bytes(found.parent_last_hash)
-            node = found.parent_node_id
         pages = 0
-        while chain and pages < _PAGES:
-            key, node, more = chain.pop()
-            if not cache.is_backuped(node):
-                pages += more
-                if not cache._execute_and_commit_kv_backup(BackupKV([node])):
-                    more += sum(of_node for _, _, of_node in chain)
-                    metrics.PAGES.count("heads_not_put", more)
+        while self._chains and pages < _PAGES:
+            chain = self._chains[0]
+            node, there = chain[-1], _is_there(cache, chain[-1])
+            if there and cache.is_backuped(node.number):
+                if self._copied in cache.ongoing_write_through:
                     return
-                metrics.PAGES.count("heads_put", more)
-            self._written[key] = None
-            if len(self._written) > _NODES:
-                del self._written[next(iter(self._written))]
-        if chain:
-            self._heads[end] = first
+                self._putting.add(node.number)
+                cache.write_backup_storage(node.number)
+            elif there and cache._execute_and_commit_kv_backup(BackupKV([node.number])):
+                self._copied = node.number
+                self._putting.add(node.number)
+            else:
+                metrics.PAGES.count("heads_not_put", sum(one.pages for one in chain[1:]))
+                self._chains.popleft()
+                continue
+            pages += node.pages
+            chain.pop()
+            if chain:
+                metrics.PAGES.count("heads_put", node.pages)
+            else:
+                self._chains.popleft()
 
     def forget(self) -> None:
         """L3 lost all that was put."""
-        self._written.clear()
-        self._heads.clear()
+        self._given.clear()
+        self._answered.clear()
+        self._chains.clear()
+        self._putting.clear()
+        self._again.clear()
 
     def finish(self) -> None:
         """Wait for running backups, for a limited time, before the weights change: SGLang ends a
         server whose caches cannot be flushed then. Every rank calls it in the same turn."""
         cache = self._cache
         self.forget()
-        if not self._on or cache is None or cache.ongoing_load_back or cache.ongoing_prefetch:
+        if not self.on or cache is None or cache.ongoing_load_back or cache.ongoing_prefetch:
             return
         if not self._backups_end(cache, time.monotonic() + _FINISH_SECONDS):
             logger.warning(
@@ -93,7 +175,7 @@ class Backups:
     def stop(self, cache: Any) -> bool:
         """Before the end of the server, wait like :meth:`finish` until L3 has all that is queued,
         and with ``write_back`` all that is on the device. Returns True if it has."""
-        if not self._on:
+        if not self.on:
             return False
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
@@ -114,7 +196,7 @@ class Backups:
 
     def _backups_end(self, cache: Any, end: float) -> bool:
         """Returns True if all backups end before ``end`` (monotonic) on all ranks."""
-        while cache.ongoing_write_through or cache.ongoing_backup or self._heads:
+        while cache.ongoing_write_through or cache.ongoing_backup or self._answered or self._chains:
             cache.check_hicache_events()
             goes_on = torch.tensor(time.monotonic() < end, dtype=torch.int32)
             cache._all_reduce_attn_groups(goes_on, dist.ReduceOp.MIN)
@@ -122,3 +204,21 @@ class Backups:
                 return False
             time.sleep(_POLL_SECONDS)
         return True
+
+
+def _on_device(cache: Any, number: int) -> _Node | None:
+    """A node of which the device has K and V."""
+    found = cache.tree_core.snapshot_buffer_backup(number, False)
+    if found is None:
+        return None
+    before = None if found.parent_is_root else found.parent_node_id
+    return _Node(number, key_bytes(found.hash_values[-1]), len(found.hash_values), before)
+
+
+def _is_there(cache: Any, node: _Node) -> bool:
+    """False if the tree has lost a node, or has another one of this number."""
+    try:
+        keys = cache.tree_core.get_hash_values(node.number)
+    except Exception:  # the two trees raise errors of their own
+        return False
+    return bool(keys) and key_bytes(keys[-1]) == node.key

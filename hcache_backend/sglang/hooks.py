@@ -16,7 +16,8 @@ EXCHANGE = [model_runner.FORWARD]  # of latents between ranks
 RECOMPUTE = [model_runner.ATTENTION, radix_cache.LOAD_BACK, RECEIVED]
 # HiCache's turn in every turn of the scheduler, and its reports
 OWN_PAGES = [radix_cache.TURN, radix_cache.DRAIN]
-# L3 hears of used pages in L1 and L2, and gets them; waiting requests keep theirs
+# L3 hears of used pages in L1 and L2, and gets them with their beginnings; waiting requests keep
+# theirs
 USES = [
     radix_cache.DRAIN,
     BATCH,
@@ -26,6 +27,7 @@ USES = [
     radix_cache.PREFETCH,
     RECEIVED,
     radix_cache.WRITTEN,
+    storage_threads.BACKUP,
 ]
 HITS = [
     RECEIVED,

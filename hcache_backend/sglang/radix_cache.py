@@ -25,8 +25,8 @@ def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     gate, l3, turn = gate_of(cache), our_l3(cache), Turn(cache)
     controller = getattr(cache, "cache_controller", None)
     ours = controller if hasattr(controller, "begin_turn") else None
-    if ours is not None:
-        cache.hicache_storage_pass_prefix_keys = True  # they give a node's place in its sequence
+    if ours is not None or l3 is not None:
+        cache.hicache_storage_pass_prefix_keys = True  # of the pages before a node that is written
     with harmless():
         waiting.left()
     result = original(cache, *a, **kw)
@@ -36,13 +36,15 @@ def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
         gate.ask(turn)
     if ours is not None:
         ours.begin_turn(turn)
+    if l3 is not None:
+        l3.backups.ask(turn)
     turn.agree(cache._all_reduce_attn_groups)
     if gate is not None:
         gate.hear()
     if ours is not None:
         ours.end_turn(turn)
     if l3 is not None:
-        l3.backups.put_heads(cache)
+        l3.backups.hear(cache)
     return result
 
 
@@ -51,6 +53,7 @@ def around_drain(
     cache: Any,
     n_storage_hit: int | None,
     n_ack_prefetch: int | None,
+    n_backup: int | None,
     *a: Any,
     **kw: Any,
 ) -> Any:
@@ -68,8 +71,12 @@ def around_drain(
         from hcache_backend.sglang.controller import hear
 
         hear(taken, running, current().prefetches, controller.page_size)
-    answered = list(itertools.islice(asked, n_storage_hit or 0))
-    result = original(cache, n_storage_hit, n_ack_prefetch, *a, **kw)
+    answered, l3 = list(itertools.islice(asked, n_storage_hit or 0)), our_l3(cache)
+    if l3 is not None:
+        l3.backups.answered(
+            cache, list(itertools.islice(controller.ack_backup_queue.queue, n_backup))
+        )
+    result = original(cache, n_storage_hit, n_ack_prefetch, n_backup, *a, **kw)
     with harmless():
         over = [report.operation for report in taken if report.completed_req]
         for operation in over:
@@ -108,7 +115,6 @@ def around_prefetch(original: Original, cache: Any, request: Any, *a: Any, **kw:
         return None
     l3 = our_l3(cache)
     if l3 is not None:
-        cache.hicache_storage_pass_prefix_keys = True  # for nodes that are written, too
         # All that L1 and L2 have of the prompt; SGLang leaves out the keys of the last node.
         asked["prefix_keys"] = prefix = keys_to(cache, asked["last_host_node_id"])
         l3.use(prefix)
@@ -147,7 +153,7 @@ def after_written(original: Original, cache: Any, node_id: int, *a: Any, **kw: A
     result = original(cache, node_id, *a, **kw)
     l3 = our_l3(cache)
     if l3 is not None:
-        l3.backups.wrote(cache, node_id)
+        l3.backups.gave(cache, node_id)
     return result
 
 

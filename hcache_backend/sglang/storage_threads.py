@@ -25,7 +25,10 @@ def gate_of(cache: Any) -> HitGate | None:
 
 def our_l3(cache: Any) -> Any:
     """The :class:`HCacheStorage` of ``cache``; None if its L3 is another one, or none."""
-    controller = getattr(cache, "cache_controller", None)
+    return our_l3_of(getattr(cache, "cache_controller", None))
+
+
+def our_l3_of(controller: Any) -> Any:
     backend = getattr(controller, "storage_backend", None)
     return backend if hasattr(backend, "backups") else None
 
@@ -80,10 +83,14 @@ def around_read_batch(original: Original, controller: Any, *a: Any, **kw: Any) -
     return pages
 
 
-def after_backup(original: Original, controller: Any, operation: Any) -> Any:
-    """Around ``HybridCacheController._page_backup``, if L3 tells what it stores."""
-    result, l3 = original(controller, operation), controller.storage_backend
-    if getattr(l3, "events", None) is not None:
+def around_backup(original: Original, controller: Any, operation: Any) -> Any:
+    """Around ``HybridCacheController._page_backup``. No look-up finds a node behind a page that L3
+    lacks, so it is not written. L3 tells what it stores."""
+    l3 = our_l3_of(controller)
+    if l3 is not None and not l3.reaches(operation):
+        return None
+    result = original(controller, operation)
+    if l3 is not None:
         l3.wrote(operation)
     return result
 
@@ -123,5 +130,5 @@ def pages_per_report(controller: Any, pages: int) -> int:
 LOOK_UP = Hook(_CONTROLLER + "_storage_hit_query", around_look_up)
 READ = Hook(_CONTROLLER + "_page_transfer", around_read)
 READ_BATCH = Hook(_BASE + "_page_transfer_kv_batch", around_read_batch)
-BACKUP = Hook(_CONTROLLER + "_page_backup", after_backup)
+BACKUP = Hook(_CONTROLLER + "_page_backup", around_backup)
 STOP = Hook(_BASE + "_stop_storage_threads", around_stop)

@@ -169,10 +169,25 @@ class HCacheStorage(HiCacheStorage):
                 for namespace in self._namespaces(pool):
                     self._tier.local.store.use(namespace, PageKeys(keys), first)
 
+    def reaches(self, operation: Any) -> bool:
+        """True if look-ups reach a node that HiCache is about to write, in its thread: L3 has all
+        pages before it. A shared tier may have those that the page store lacks."""
+        if not self.backups.on or self._tier.shares or not operation.prefix_keys:
+            return True
+        with _harmless("exists"):
+            before = self._pages(PoolName.KV, operation.prefix_keys) or ()
+            if all(all(self._tier.local.exists(part)) for part in before):
+                return True
+            metrics.PAGES.count("dropped_without_beginning", len(operation.hash_value))
+            self.backups.behind_holes.add(operation.id)
+        return False
+
     def wrote(self, operation: Any) -> None:
         """HiCache has written a node, in its thread."""
+        if self.events is None:
+            return
         keys, pages = operation.hash_value, self._pages(PoolName.KV, operation.hash_value)
-        if self.events is not None and pages is not None:
+        if pages is not None:
             there = [all(part) for part in zip(*map(self._tier.local.exists, pages), strict=True)]
             self.events.stored(keys, there, operation.prefix_keys or (), operation.token_ids)
 

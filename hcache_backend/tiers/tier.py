@@ -341,6 +341,11 @@ class Tiered(Tier):
         # Pages that look-ups (one thread) found, from the first one on that only ``shared`` has.
         self.found_shared = 0
 
+    @property
+    def shares(self) -> bool:
+        """True while there is a shared tier."""
+        return self._shared is not None
+
     def use_shared(self, page_bytes: int, pieces: int) -> None:
         """Begin to use the shared tier, once; it is not used if :class:`SharedTier` raises."""
         backend, self._unused = self._unused, None

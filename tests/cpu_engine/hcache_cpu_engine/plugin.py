@@ -22,6 +22,7 @@ def activate() -> None:
     _ignore_pin_memory()
     _ignore_waits_for_cuda()
     _go_without_nccl()
+    _share_memory_with_nobody()
     _hook_without_a_search_of_all_modules()
     if os.environ.get("HCACHE_CPU_ENGINE_FORK") == "1":
         _fork_instead_of_spawn()
@@ -171,6 +172,24 @@ def _go_without_nccl() -> None:
         raise OSError("no NCCL without a GPU")
 
     pynccl.NCCLLibrary = missing
+
+
+def _share_memory_with_nobody() -> None:
+    """SGLang does not start if memory of the device falls too much while it loads the weights. Of
+    a machine's it may: other processes take it. So only this process' own counts."""
+    import psutil
+    from sglang.srt.utils import common
+
+    free = getattr(common, "get_free_cpu_memory", None)  # from SGLang 0.5.23 on
+    if free is None:
+        return
+    first: dict[int, int] = {}
+
+    def free_of_this_process() -> int:
+        own = psutil.Process().memory_info().rss
+        return first.setdefault(os.getpid(), int(free()) + own) - own
+
+    common.get_free_cpu_memory = free_of_this_process
 
 
 class DoneEvent:

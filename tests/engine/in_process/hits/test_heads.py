@@ -1,11 +1,13 @@
-"""Heads that write_back would not write, and the backups that are waited for."""
+"""Beginnings of conversations that L3 lacks, and the backups that are waited for."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pytest import MonkeyPatch
 
+from hcache_backend.ranks import Turn
 from hcache_backend.sglang import backups as backups_module
 from hcache_backend.sglang.backups import Backups
 
@@ -14,10 +16,16 @@ NODE = 50  # pages
 
 
 class Cache:
-    """A radix tree with one branch, all on the device: node i has the i-th fifty of the pages.
-    Backups to L3 end in the third look at events."""
+    """A radix tree with one branch: node i has the i-th fifty of the pages. The device has all of
+    them, but for those of ``evicted``. Backups to L3 end in the third look at events.
 
-    is_write_back, page_size, tree_components, refused = True, 64, ("full",), False
+    Attributes:
+        l3: Nodes that L3 has.
+        given: Nodes in the order in which HiCache gave them to L3.
+    """
+
+    page_size, refused = 64, False
+    is_write_back = True
 
     def __init__(self) -> None:
         self.ongoing_backup: dict[int, Any] = {}
@@ -25,9 +33,13 @@ class Cache:
         self.ongoing_load_back: dict[int, Any] = {}
         self.ongoing_prefetch: dict[int, Any] = {}
         self.nodes = {i: KEYS[i * NODE : (i + 1) * NODE] for i in range(8)}
-        self.tree_core = SimpleNamespace(snapshot_buffer_backup=self._snapshot)
-        self.backed_up: list[int] = []
+        self.evicted, self.in_host_memory = set[int](), set[int]()
+        self.l3, self.given = set[int](), list[int]()
+        self.tree_core = SimpleNamespace(
+            snapshot_buffer_backup=self._snapshot, get_hash_values=self.nodes.__getitem__
+        )
         self.turns = 0
+        self.backups: Backups | None = None
 
     def check_hicache_events(self) -> None:
         self.turns += 1
@@ -38,9 +50,11 @@ class Cache:
         pass
 
     def is_backuped(self, node: int) -> bool:
-        return node in self.backed_up
+        return node in self.in_host_memory
 
     def _snapshot(self, node: int, _prefix: bool) -> Any:
+        if node in self.evicted or node not in self.nodes:
+            return None
         return SimpleNamespace(
             hash_values=self.nodes[node],
             parent_is_root=node == 0,
@@ -51,13 +65,40 @@ class Cache:
     def _execute_and_commit_kv_backup(self, action: Any) -> int:
         if self.refused:
             return 0
-        self.backed_up += action.node_ids
+        self.in_host_memory.update(action.node_ids)
+        self.ongoing_write_through |= dict.fromkeys(action.node_ids)
         return NODE
+
+    def write_backup_storage(self, node: int) -> None:
+        self.given.append(node)
+        self.ongoing_backup[len(self.given)] = (node, None)
+        if self.backups is not None:
+            self.backups.gave(self, node)
+
+    def turn(
+        self, backups: Backups, agree: Callable[[Any, Any], None] = lambda numbers, op: None
+    ) -> None:
+        """The copies to host memory are there, and L3 has written what it may."""
+        self.backups = backups
+        for node in list(self.ongoing_write_through):
+            del self.ongoing_write_through[node]
+            self.write_backup_storage(node)
+        for operation, (node, _) in self.ongoing_backup.items():
+            if all(before in self.l3 for before in range(node)):
+                self.l3.add(node)
+            else:
+                backups.behind_holes.add(operation)
+        backups.answered(self, [SimpleNamespace(id=operation) for operation in self.ongoing_backup])
+        self.ongoing_backup.clear()
+        turn = Turn()
+        backups.ask(turn)
+        turn.agree(agree)
+        backups.hear(self)
 
 
 def finish(cache: Cache, stages: int = 1) -> None:
     backups = Backups(stages)
-    backups.put_heads(cache)
+    backups.gave(cache, 0)
     backups.finish()
 
 
@@ -99,46 +140,116 @@ def heads(monkeypatch: MonkeyPatch) -> dict[str, int]:
     return counts
 
 
-def test_heads_are_put_from_their_beginning_on_some_at_a_time(heads: dict[str, int]) -> None:
+def test_beginnings_are_put_first_and_some_at_a_time(heads: dict[str, int]) -> None:
     cache, backups = Cache(), Backups(1)
-    backups.wrote(cache, 5)
-    backups.put_heads(cache)
-    assert cache.backed_up == [0, 1, 2]  # 150 pages
-    cache.ongoing_write_through = {2: None}
-    backups.put_heads(cache)
-    assert cache.backed_up == [0, 1, 2]  # these are still on their way
-    cache.ongoing_write_through = {}
-    backups.put_heads(cache)
-    backups.wrote(cache, 7)
-    backups.put_heads(cache)
-    assert cache.backed_up == [0, 1, 2, 3, 4, 5, 6]
-    assert heads == {"heads_put": 7 * NODE, "heads_not_put": 0}
-    backups.forget()  # L3 was cleared, and host memory has them: HiCache writes them no more
-    backups.wrote(cache, 7)
-    backups.put_heads(cache)
-    assert len(cache.backed_up) == 7
+    cache.in_host_memory = {2, 5}
+    cache.turn(backups)
+    cache.write_backup_storage(5)
+    given = []
+    for _ in range(6):
+        given.append(len(cache.given))
+        cache.turn(backups)
+    assert cache.l3 == {0, 1, 2, 3, 4, 5}
+    assert cache.given == [5, 0, 1, 2, 3, 4, 5]
+    assert given == [1, 1, 4, 7, 7, 7]  # node 2 waits until 0 and 1 are in host memory
+    assert heads == {"heads_put": 5 * NODE, "heads_not_put": 0}
 
 
-def test_heads_without_room_in_host_memory_are_tried_with_the_next_end(
+def test_nodes_that_the_device_evicts_one_after_the_other_are_put_from_the_first_one_on(
+    heads: dict[str, int],
+) -> None:
+    """As ``write_back`` does: it begins with the end."""
+    cache, backups = Cache(), Backups(1)
+    cache.turn(backups)
+    for node in reversed(range(4)):
+        cache.in_host_memory.add(node)
+        cache.write_backup_storage(node)
+        cache.evicted.add(node)
+    for _ in range(8):
+        cache.turn(backups)
+    assert cache.l3 == {0, 1, 2, 3}
+    assert heads["heads_not_put"] == 0
+
+
+def test_a_beginning_that_l3_lost_is_put_again(heads: dict[str, int]) -> None:
+    cache, backups = Cache(), Backups(1)
+    cache.in_host_memory = {0, 1, 2}
+    cache.l3 = {1}
+    cache.turn(backups)
+    cache.write_backup_storage(2)
+    for _ in range(3):
+        cache.turn(backups)
+    assert cache.l3 == {0, 1, 2}
+
+
+def test_a_beginning_without_room_in_host_memory_is_tried_with_the_next_end(
     heads: dict[str, int],
 ) -> None:
     cache, backups = Cache(), Backups(1)
-    cache.refused = True
-    backups.wrote(cache, 2)
-    backups.put_heads(cache)
-    backups.put_heads(cache)
+    cache.refused, cache.in_host_memory = True, {2, 3}
+    cache.turn(backups)
+    cache.write_backup_storage(2)
+    for _ in range(4):
+        cache.turn(backups)
     assert heads == {"heads_put": 0, "heads_not_put": 2 * NODE}
+    assert cache.given == [2] and not cache.l3
     cache.refused = False
-    backups.wrote(cache, 2)
-    backups.put_heads(cache)
-    assert cache.backed_up == [0, 1]
+    cache.write_backup_storage(3)
+    for _ in range(4):
+        cache.turn(backups)
+    assert cache.l3 == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("how", ["stages", "write_through", "pools"])
-def test_heads_are_left_alone_where_not_all_ranks_would_put_the_same(how: str) -> None:
-    cache, backups = Cache(), Backups(2 if how == "stages" else 1)
-    cache.is_write_back = how != "write_through"
-    cache.tree_components = ("full", "mamba") if how == "pools" else ("full",)
-    backups.wrote(cache, 5)
-    backups.put_heads(cache)
-    assert cache.backed_up == []
+@pytest.mark.parametrize("gone", ["the node", "its number is another's", "a node before it"])
+def test_what_is_not_in_the_tree_any_more_is_not_put(gone: str, heads: dict[str, int]) -> None:
+    cache, backups = Cache(), Backups(1)
+    cache.in_host_memory = {0, 1, 2, 3}
+    cache.turn(backups)
+    cache.write_backup_storage(3)
+    if gone == "a node before it":
+        cache.evicted.add(1)
+    else:
+        cache.turn(backups)  # as many nodes as a turn puts
+        if gone == "the node":
+            del cache.nodes[3]
+        else:
+            cache.nodes[3] = cache.nodes[4]
+    for _ in range(3):
+        cache.turn(backups)
+    assert cache.l3 == (set() if gone == "a node before it" else {0, 1, 2})
+
+
+def test_what_cannot_be_written_behind_its_beginning_is_not_tried_for_ever(
+    heads: dict[str, int],
+) -> None:
+    cache, backups = Cache(), Backups(1)
+    cache.in_host_memory = {0, 1}
+    cache.turn(backups)
+    for _ in range(9):
+        cache.l3 = set()
+        if not cache.given:
+            cache.write_backup_storage(1)
+        cache.l3.discard(0)
+        cache.turn(backups)
+        cache.l3.clear()  # the disk is full
+    assert len(cache.given) < 6
+
+
+def test_ranks_put_what_one_of_them_lacks() -> None:
+    cache, backups = Cache(), Backups(1)
+    cache.in_host_memory = {0, 1, 2}
+    cache.turn(backups)
+    for node in (0, 1, 2):
+        cache.write_backup_storage(node)
+
+    def another_lacks_the_first(numbers: Any, _: Any) -> None:
+        numbers[0] = min(int(numbers[0]), 1)
+
+    cache.turn(backups, another_lacks_the_first)
+    assert cache.given == [0, 1, 2, 0, 1]  # the answer of node 2 waits for the next turn
+    cache.turn(backups)
+    assert not backups._answered and not backups._chains
+
+
+def test_pipeline_stages_put_nothing() -> None:
+    assert not Backups(2).on

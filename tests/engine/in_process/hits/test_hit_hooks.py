@@ -77,7 +77,7 @@ def test_prefetches_are_unfinished_until_refused_or_read(gate: HitGate, controll
     def drain(*_: Any) -> None:
         found.host_indices = [1]
 
-    radix_cache.around_drain(drain, cache_of(controller), 2, 1)
+    radix_cache.around_drain(drain, cache_of(controller), 2, 1, 0)
     assert gate.prefetches.unfinished == {found}
 
 
@@ -108,7 +108,7 @@ def test_l3_is_asked_again_if_a_hit_of_a_hybrid_model_was_damaged(
     cache.ongoing_prefetch = {1: SimpleNamespace(operation=operation)}
     cache.storage_prefetch_retries = SimpleNamespace(refetch=asked.append)
     controller.ack_prefetch_queue.put(report(operation))
-    radix_cache.around_drain(lambda *_: None, cache, 0, 1)
+    radix_cache.around_drain(lambda *_: None, cache, 0, 1, 0)
     assert asked == ["request"] * asks
 
 
