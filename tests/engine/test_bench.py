@@ -112,6 +112,7 @@ def test_restores_are_timed_in_the_server(model: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("hcache-bench-*"))
 
 
+@pytest.mark.long
 def test_the_demo_leaves_the_checkout_as_it_was() -> None:
     def status() -> str:
         command = ["git", "status", "--porcelain"]

@@ -30,7 +30,7 @@ PARTITIONS = {
 @pytest.mark.parametrize(
     ("name", "seconds", "rounds", "samples"),
     [
-        pytest.param("all three", 5.0, 3, 20, id="short"),
+        pytest.param("all three", 5.0, 3, 20, marks=pytest.mark.long, id="short"),
         pytest.param("hidden", LONG_S, 10, 200, marks=pytest.mark.long, id="hidden"),
         pytest.param("all three", LONG_S, 10, 200, marks=pytest.mark.long, id="all three"),
         pytest.param("K and V", LONG_S, 10, 200, marks=pytest.mark.long, id="K and V"),

@@ -343,9 +343,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 EVERY_RUN = [
     ("conversations", "mixed"),
-    ("pressure", "hidden"),
     ("eager", "kv"),
-    ("decode graphs", "hidden"),
 ]
 
 

@@ -23,6 +23,7 @@ from bench.gpu import capture, first, kernels, overlap, questions, restore, step
 from bench.gpu import tests as gpu_tests
 from bench.gpu.steps import Step, rows_of, run
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "gpu" / "first.sh"
 IN_THE_SCRIPT = ("questions", "overlap", "capture")

@@ -38,6 +38,7 @@ def dry_run(out: Path, *arguments: str) -> dict[str, Any]:
 
 
 @needs_none
+@pytest.mark.long
 def test_the_dry_run_serves_in_hidden_mode_and_restores_what_was_asked(tmp_path: Path) -> None:
     steps = dry_run(tmp_path, "--model", "Llama-2-7B", "--methods", "hcache-hidden")
     found = steps["serve-Llama-2-7B-hcache-hidden"]["rows"]["rows"]

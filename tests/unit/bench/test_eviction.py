@@ -62,6 +62,7 @@ def test_the_best_possible_is_what_trying_everything_finds(seed: int) -> None:
         assert lru_by_chains(trace, capacity) <= best
 
 
+@pytest.mark.long
 def test_the_store_under_a_trace_keeps_what_lru_by_chains_keeps(tmp_path: Path) -> None:
     trace = TRACES["documents"](SEED)[:80]
     pages = len({page for request in trace for page in request.pages})

@@ -18,6 +18,7 @@ from bench.fixtures.train import RECIPES
 from bench.harness.program import failing
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 
+pytestmark = pytest.mark.slow
 TINY = replace(RECIPES["paired"], layers=4, steps=2, batch=1, tokens=64)
 
 
@@ -36,6 +37,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(models.RECIPES, "tiny", TINY)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("tiny")
 def test_a_model_is_trained_once_and_the_same_from_the_same_seed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -161,7 +161,7 @@ def compared(first: torch.Size, second: torch.Size, *_: object, **__: object) ->
     return 3 * math.prod(first) * second[-2]  # subtracted, squared and added
 
 
-@pytest.mark.parametrize("tokens", [512, 32768])
+@pytest.mark.parametrize("tokens", [512, pytest.param(32768, marks=pytest.mark.long)])
 def test_a_probe_takes_at_most_one_and_a_half_decode_steps(tokens: int) -> None:
     counter = FlopCounterMode(
         display=False, custom_mapping={torch.ops.aten._cdist_forward: compared}

@@ -22,6 +22,7 @@ from hcache_backend.restore.exchange import CollectiveOrder, Exchange, shard_of_
 from hcache_backend.streams import StreamFailed, WorkerStream
 from tests.unit.restore.pipeline_server import PAGES, Server, positions_of, recompute
 
+pytestmark = pytest.mark.slow
 SIZE = 8
 Ranked = Callable[[Exchange], Any]
 Results = Callable[[Ranked], list[Any]]

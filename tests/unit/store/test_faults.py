@@ -32,6 +32,7 @@ from store_testing import (
 from hcache_backend.store import FileOps, PageStore
 from hcache_backend.store.index import Index
 
+pytestmark = pytest.mark.slow
 QUOTA = 5 * (PAGE + 4096)
 PAGES = 11
 VERSIONS = 2

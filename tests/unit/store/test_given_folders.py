@@ -19,6 +19,8 @@ from hcache_backend.cli.main import app
 from hcache_backend.store import folder as folder_module
 from hcache_backend.store.folder import MARKER
 
+pytestmark = pytest.mark.slow
+
 ROOT, USER = 0, 1000
 
 

@@ -22,6 +22,7 @@ from hcache_backend.cli.main import app
 from hcache_backend.store import FileOps, best_file_ops
 from hcache_backend.store.file_ops import KvikioState, kvikio_state
 
+pytestmark = pytest.mark.slow
 DRIVER = Path(sys.prefix) / "driver"
 """Where ``make setup`` puts the stand-in."""
 

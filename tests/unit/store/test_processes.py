@@ -36,6 +36,8 @@ from store_worker import PAGES, Task
 
 from hcache_backend.store.file_ops import try_lock
 
+pytestmark = pytest.mark.slow
+
 Workers = list[ForkServerProcess]
 
 
