@@ -3,6 +3,7 @@ reached by look-ups."""
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "two ranks": {"tp": 2},
 }
 EACH = ["kv", *(pytest.param(kind, marks=LONG) for kind in KINDS if kind != "kv")]
+ALONE = [pytest.param(kind, 1, marks=LONG) for kind in KINDS]
 
 
 def reached(folder: Path, conversations: Sequence[Conversation]) -> tuple[int, int]:
@@ -86,25 +88,34 @@ def test_an_attach_and_a_clear_behind_a_warm_cache(
         assert [talk.turns[-1].cached.storage // PAGE for talk in talks] == before
 
 
-@pytest.mark.parametrize("kind", EACH)
+@pytest.mark.parametrize(("kind", "servers"), [("kv", 2), *ALONE])
 def test_a_store_that_is_smaller_than_what_is_in_use(
-    kind: str, model_cache: Path, tmp_path: Path
+    kind: str, servers: int, model_cache: Path, tmp_path: Path
 ) -> None:
     """Conversations stay on the device, so L3 evicts their beginnings before their ends."""
     name, hcache = KINDS[kind]
     model = build_model(name, model_cache)
     same: dict[str, Any] = {"page_size": PAGE} | OPTIONS.get(kind, {})
-    probe = ours.our_server(model, tmp_path, hcache=hcache, **same)
     talks = make_conversations(6, turns=4, tokens=60)
-    with Server(probe) as server:
+    with Server(ours.our_server(model, tmp_path, hcache=hcache, **same)) as server:
         converse(server, talks[:1], turns=2)
         size = max(path.stat().st_blocks * 512 for path in ours.stored_pages(tmp_path))
-        server.clear_storage()
-    folder = tmp_path / "small"
     small = hcache | {"quota_bytes": 60 * size, "min_free_bytes": 0}
-    options = ours.our_server(model, folder, hcache=small, log=tmp_path / "log", **same)
-    talks = make_conversations(6, turns=4, tokens=60)
-    with Server(options) as server:
-        converse(server, talks, flush=False)
-        assert_all_are_reached(server, folder, talks, 20)
-        ours.assert_nothing_went_wrong(server)
+    folder = tmp_path / "small"
+    parts = [make_conversations(6, turns=4, tokens=60)[n::servers] for n in range(servers)]
+    logs = [tmp_path / f"log {number}" for number in range(servers)]
+    with ExitStack() as stack:
+        running = [
+            stack.enter_context(
+                Server(ours.our_server(model, folder, hcache=small, log=log, **same))
+            )
+            for log in logs
+        ]
+        for turns in range(1, 5):
+            for server, part in zip(running, parts, strict=True):
+                converse(server, part, turns=turns, flush=False)
+        for server in running:
+            server.flush_cache()
+        assert_all_are_reached(running[0], folder, [talk for part in parts for talk in part], 20)
+        for server in running:
+            ours.assert_nothing_went_wrong(server)

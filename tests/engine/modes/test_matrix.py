@@ -172,8 +172,8 @@ HYBRID = (
 ONE_TOKEN = "KV mode, plain pages: a hybrid model with states and pages of one token"
 BY_SERVER = {"reference": "server"}
 WITH_WINDOWS = 132 if sglang_version() in ("0.5.21", "0.5.22") else 134
-"""Pages of windows are files of their own: the last window of each node. When a conversation's second
-node is stored, SGLang 0.5.23 still has one page more before the window, in each conversation."""
+"""Pages of windows are files of their own: the last window of each node. When the second node of a
+conversation is stored, SGLang 0.5.23 still has one page more before the window."""
 CLASS: dict[str, Any] = {"page_size": 16, "hcache": AUTO, "files": 80}
 AGAIN: dict[str, Any] = CLASS | {"restarts": True}
 TWO_RANKS = AGAIN | {"tp": 2, "files": 160}
