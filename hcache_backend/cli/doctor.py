@@ -188,7 +188,8 @@ def _seams() -> Check:
         return Check("SGLang", "fair", "not installed in this Python environment")
     version, other = sglang_version(), untested()
     if found.problems:
-        told = f"{version}: servers have plain pages; {found.describe()}"
+        effect = "servers have plain pages" if other else "tested, but as it was released"
+        told = f"{version}: {effect}; {found.describe()}"
         return Check("SGLang", "fair", told)
     told = f"{other or f'{version}: tested'}; {found.describe()}"
     return Check("SGLang", "fair" if other else "good", told)
