@@ -297,7 +297,7 @@ PROGRAM = Program(
     measure=measure,
     settings=(
         Setting("--url", str, None, "http://HOST:PORT of a running server"),
-        Setting("--api-key", str, None, "its (admin) API key"),
+        Setting("--api-key", str, None, "its (admin) API key; default: $HCACHE_API_KEY"),
         Setting("--methods", names(SERVED), "hcache-eager", "whose servers are started otherwise"),
         Setting("--pool-tokens", at_least(256), None, "of the device; default: an eighth of all"),
         *MODEL,

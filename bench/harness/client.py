@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,12 +47,13 @@ class Reply:
 class StreamingClient:
     """Notes when each token of a reply came; ``async with StreamingClient(url, api_key) as ...``.
 
-    ``api_key`` is the server's (admin) API key.
+    ``api_key`` is the server's (admin) API key; without one it is that of the environment, which
+    other users of the machine do not see.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self._url, self._key = url.rstrip("/"), api_key
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._url, self._key = url.rstrip("/"), api_key or os.environ.get("HCACHE_API_KEY")
+        self._headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(

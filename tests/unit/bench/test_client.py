@@ -114,6 +114,13 @@ def test_an_unreachable_server_is_named() -> None:
         call(url, StreamingClient.flush)
 
 
+def test_a_key_of_the_environment_is_on_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HCACHE_API_KEY", "s3cr3t")
+    for given, sent in ((None, "Bearer s3cr3t"), ("other", "Bearer other")):
+        assert StreamingClient("http://127.0.0.1:9", given)._headers == {"Authorization": sent}
+    assert "s3cr3t" not in ingest("http://127.0.0.1:9", "--help").stdout
+
+
 def ingest(url: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, INGEST, "--url", url, *map(str, arguments)]
     return subprocess.run(program, capture_output=True, text=True, check=False)
