@@ -13,11 +13,12 @@ from typing import Annotated, Any
 
 from pydantic import ByteSize
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 from typer import Argument, Exit, Option, echo
 
-from hcache_backend.config import HCacheConfig, config_from_environment, parse_config
+from hcache_backend.config import HCacheConfig, options_from_environment, parse_config
 from hcache_backend.plan.model_config import read_dtype, read_hybrid
 from hcache_backend.plan.model_shape import ModelShape, PlannedCodec, Sides
 from hcache_backend.server_report import ServerReport
@@ -34,8 +35,30 @@ Codec = Annotated[PlannedCodec, Option(help="Option `codec` of the server.")]
 Ranks = Annotated[int, Option("--tp", min=1, help="Tensor-parallel ranks.")]
 
 _DIGITS = {"namespace": 8, "key": 12, "writer": 8}  # that tables show
-screen = Console()
-errors = Console(stderr=True)
+_WIDE = 10_000  # of what is no terminal: a program that reads a table wants a row in one line
+
+
+class _Console(Console):
+    """Prints texts as they are: names of models and folders are others', and no markup."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
+        if not self.is_terminal:
+            self.width = _WIDE
+
+    def render_str(self, text: str, *args: Any, **options: Any) -> Text:
+        return super().render_str(printable(text), *args, **options)
+
+
+def printable(text: str) -> str:
+    """``text`` with escapes for what would move the cursor, or is no character."""
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text
+    )
+
+
+screen = _Console()
+errors = _Console(stderr=True)
 
 
 class Failure(Exception):
@@ -50,12 +73,23 @@ class RequestError(Failure):
         self.status = status
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would take the API key to another server."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+# A proxy of the environment would see the key: urllib's no_proxy does not know 127.0.0.0/8.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
+
+
 def settings(*dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
     """The options of the environment, and over them those of a command. Raises ConfigError."""
     given = {name: value for name, value in options.items() if value is not None}
     if folders := [path.absolute() for paths in dirs for path in paths or ()]:
         given["dirs"] = folders
-    return parse_config(given, "hcache", config_from_environment())
+    return parse_config(given, "hcache", options_from_environment())
 
 
 def existing_store(*dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
@@ -86,13 +120,15 @@ def ask(server: str, path: str, seconds: float, *, body: Any = None, key: str | 
     whole = server if "://" in server else f"http://{server}"
     if not whole.startswith(("http://", "https://")):
         raise RequestError(f"{server!r} is no address of a server; it must be http://HOST:PORT")
+    if key and not (key.isascii() and key.isprintable()):
+        raise RequestError("the API key has characters that no header can carry")
     headers = {"Content-Type": "application/json"}
     headers |= {"Authorization": f"Bearer {key}"} if key else {}
     data = None if body is None else json.dumps(body).encode()
     try:
         request = urllib.request.Request(f"{whole.rstrip('/')}/{path}", data, headers)
         try:
-            answer = urllib.request.urlopen(request, timeout=seconds)
+            answer = _DIRECT.open(request, timeout=seconds)
         except urllib.error.HTTPError as error:
             answer = error
         with answer:
@@ -100,7 +136,7 @@ def ask(server: str, path: str, seconds: float, *, body: Any = None, key: str | 
     except (OSError, ValueError, http.client.HTTPException) as error:
         why = getattr(error, "reason", error)
         raise RequestError(f"the server does not answer: {why}") from None
-    if answer.status >= 400:
+    if answer.status >= 300:
         said = "give its --api-key" if answer.status in (401, 403) else error_text(text)
         raise RequestError(f"{answer.status}: {said}", answer.status)
     return text
@@ -125,9 +161,9 @@ def output(found: Any, as_json: bool, show: Callable[[Any], object], failed: boo
         raise Exit(1)
 
 
-def say(*texts: object, console: Console = screen, **options: Any) -> None:
+def say(*texts: object, console: Console = screen) -> None:
     """Print texts or tables as they are, in lines as long as they have."""
-    console.print(*texts, sep="\n", highlight=False, soft_wrap=True, **options)
+    console.print(*texts, sep="\n", soft_wrap=True)
 
 
 def table(title: str, *columns: str) -> Table:
@@ -187,5 +223,6 @@ def describe_server(report: ServerReport) -> str:
 
 def progress_bar(*, hidden: bool) -> Progress:
     """A progress bar on standard error, so that output stays clean."""
-    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    _, *others = Progress.get_default_columns()
+    columns = (TextColumn("{task.description}", markup=False), *others, MofNCompleteColumn())
     return Progress(*columns, console=errors, transient=True, disable=hidden)

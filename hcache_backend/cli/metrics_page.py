@@ -146,5 +146,5 @@ def picture(servers: Sequence[Mapping[str, Any]]) -> Columns:
                 counts.add_row(f"{kind} {name}", rate, f"{totals[name]:,.1f}")
         state = {k: v for k, v in seen.items() if v and k not in ("url", "totals", "per_second")}
         said = Text("\n".join(f"{name}: {value}" for name, value in state.items()))
-        panels.append(Panel.fit(Group(said, counts), title=seen["url"], title_align="left"))
+        panels.append(Panel.fit(Group(said, counts), title=Text(seen["url"]), title_align="left"))
     return Columns(panels)
