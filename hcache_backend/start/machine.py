@@ -221,6 +221,7 @@ def model_shape(
         return None
     found = {"layers": int(kvcache.layer_num), "hidden_row_bytes": row_bytes}
     found["element_bytes"] = runner.dtype.itemsize
+    found["kv_heads"] = shape.heads if shape.latent else runner.model_config.get_num_kv_heads(1)
     found["kv_element_bytes"] = kvcache.dtype.itemsize
     shape = shape.model_copy(update=found)
     encoded = {"kv_row_bytes": round(kv_share * shape.kv_bytes)} if kv_share != 1.0 else None
