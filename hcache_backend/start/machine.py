@@ -67,9 +67,9 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
         first = stages.is_first_rank and stage.is_first_rank
         found = or_stop(lambda: find_profile(runtime, config, kvcache, shape) if first else None)
         profile = stages.all_gather_object(stage.all_gather_object(found)[0])[0]
-    _, shards = shard_of_rank(0, ranks, int(kvcache.page_size))
+    shard = shard_of_rank(0, ranks, int(kvcache.page_size))
     if profile is not None:
-        profile = profile.model_copy(update={"gathers": True} if shards > 1 else None)
+        profile = profile.model_copy(update={"gathers": True} if shard.of > 1 else None)
     l3: L3Path = "overlapped" if eager else "first"
     l3 = "none" if args.hicache_storage_backend is None else l3
     tokens = min(int(runtime.runner.model_config.context_len), size)
@@ -77,12 +77,14 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
     restore = Restore(profile, shape, every_kv, ranks, min(CHUNK_TOKENS, size), eager=eager)
     if decision is None:
         kv_bytes = kv_share * page_plan.kv_bytes_per_token(kvcache)
+        width = int(runtime.runner.model_config.hidden_size)
         given = page_plan.host_bytes(kvcache, args.hicache_size, args.hicache_ratio)
 
         def leaves_room(partition: Partition) -> bool:
             """True if host memory holds enough tokens besides hidden states of the device's."""
-            token = (partition.hidden * row_bytes / shards) + partition.kv * kv_bytes / layers
-            host = given / token - (size if partition.hidden else 0)
+            host = page_plan.host_tokens(
+                kvcache, partition, given, row_bytes, width, kv_share, shard
+            )
             least = min(_LEAST_HOST_SHARE * size, given / kv_bytes)
             return partition == every_kv or host >= least
 

@@ -20,11 +20,11 @@ from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.checks.comparison import first_problem
 from hcache_backend.checks.probe import Probe
 from hcache_backend.config import HCacheConfig
-from hcache_backend.format.page import PageLayout
+from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE, Shard
 from hcache_backend.host.segments import KVSegments, page_layout
 from hcache_backend.metrics import logger
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.paged_pool import planes_of
 from hcache_backend.projection.projector import Projector
@@ -318,6 +318,25 @@ def kv_bytes_per_token(kvcache: Any) -> int:
 def host_bytes(kvcache: Any, size_gb: float, ratio: float) -> float:
     """Bytes of host memory for HiCache; arguments as in :func:`plan_host_pages`."""
     return size_gb * 1e9 if size_gb > 0 else ratio * kvcache.size * kv_bytes_per_token(kvcache)
+
+
+def host_tokens(
+    kvcache: Any,
+    partition: Partition,
+    given: float,
+    row_bytes: int,
+    width: int,
+    kv_share: float,
+    shard: Shard,
+) -> float:
+    """Tokens that ``given`` bytes of host memory hold besides the hidden states, ``width`` wide, of
+    the device's. The header of a small page takes as much as its tokens."""
+    layer = hidden_layer(kvcache.page_size, row_bytes, width)
+    layout = PageLayout(kvcache.page_size, (layer,) * kvcache.layer_num, shard)
+    kv = kv_share * kv_bytes_per_token(kvcache) / kvcache.layer_num
+    token = partition.hidden * row_bytes / shard.of + partition.kv * kv
+    token += layout.header_bytes / kvcache.page_size
+    return given / token - (kvcache.size if partition.hidden else 0)
 
 
 def plan_host_pages(
