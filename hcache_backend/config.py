@@ -52,7 +52,7 @@ def default_dirs() -> list[str]:
 # ByteSize ignores what it does not understand: "500,000,000,000" would be 500 bytes. Commas are
 # taken where messages print them, in whole bytes; "1,5TB" and "500.000" mean two things.
 _SIZES = re.compile(
-    r"(\d+|\d{1,3}(,\d{3})+) ?(bytes|B)?|\d+(\.\d+)? ?[KMGTPE]i?B?", re.ASCII | re.IGNORECASE
+    r"(\d{1,30}|\d{1,3}(,\d{3}){1,9}) ?(bytes|B)?|\d{1,9}(\.\d+)? ?[KMGTPE]i?B?", re.A | re.I
 )
 _SIZE = pydantic.TypeAdapter(ByteSize)
 
@@ -60,42 +60,29 @@ _SIZE = pydantic.TypeAdapter(ByteSize)
 def _bytes(value: object) -> object:
     if not isinstance(value, str):
         return value
-    try:
-        if _SIZES.fullmatch(value.strip()):
-            size = value.strip().lower().replace(",", "").removesuffix("bytes").removesuffix("b")
-            return int(_SIZE.validate_python(f"{size}b"))
-    except ValidationError:  # more than a float holds
-        pass
-    raise ValueError('must be a number of bytes, such as 500000000000 or "500GB"')
+    if not _SIZES.fullmatch(size := value.strip()):
+        raise ValueError('must be a number of bytes, such as 500000000000 or "500GB"')
+    size = size.lower().replace(",", "").removesuffix("bytes").removesuffix("b")
+    return int(_SIZE.validate_python(f"{size}b"))
 
 
 Bytes = Annotated[int, BeforeValidator(_bytes)]  # "500GB" is 10^9, "4GiB" and "4Gi" are 2^30
 
 
 def _absolute(value: object) -> Path:
-    wrong = ValueError(f"must be an absolute path, not {value!r}")
+    why = f", not {value!r}"
     try:
         path = Path(value).expanduser() if isinstance(value, str | Path) else Path()
-        named = os.fsencode(path)
-    except RuntimeError:
-        why = f"must be an absolute path: no home folder is known for {str(value)!r}"
-        raise ValueError(why) from None
+        if path.is_absolute() and b"\0" not in os.fsencode(path):
+            return path
     except UnicodeEncodeError:
-        raise wrong from None
-    if not path.is_absolute() or b"\0" in named:
-        raise wrong
-    return path
+        pass
+    except RuntimeError:
+        why = f": no home folder is known for {str(value)!r}"
+    raise ValueError(f"must be an absolute path{why}")
 
 
-def _table(right: str) -> BeforeValidator:
-    """Tables only; the message says what is ``right``."""
-
-    def table(value: object) -> object:
-        if value is None or isinstance(value, Mapping | BaseModel):
-            return value
-        raise ValueError(f"must be {right}")
-
-    return BeforeValidator(table)
+_Absolute = Annotated[Path, BeforeValidator(_absolute)]
 
 
 class _Table(BaseModel):
@@ -110,12 +97,6 @@ class PartitionOption(_Table):
     kv: int = Field(default=0, ge=0)
 
 
-_PARTITION = '"auto" or numbers of layers, such as {"recompute": 1, "hidden": 30, "kv": 1}'
-_SHARED = (
-    'a table, such as {"backend": "mooncake", "config": {"master_server_address": "HOST:50051"}}'
-)
-
-
 class SharedOption(_Table):
     """A tier that several machines share, read after the page store of each."""
 
@@ -125,20 +106,16 @@ class SharedOption(_Table):
     buffer_bytes: Bytes = Field(default=384 << 20, ge=1)
 
 
+_Pair = Annotated[tuple[int, int], Field(strict=False)]  # JSON has lists only
+
+
 class KrulOption(_Table):
     """Options of codec ``krul``."""
 
     ratio: float = Field(default=0.5, gt=0, le=1, allow_inf_nan=False)
     gamma: float = Field(default=0.5, ge=0, le=1, allow_inf_nan=False)
     error: float = Field(default=0.2, ge=0, allow_inf_nan=False)
-    pairs: tuple[tuple[int, int], ...] | None = None
-
-    @pydantic.field_validator("pairs", mode="before")
-    @classmethod
-    def _tuples(cls, value: object) -> object:
-        if isinstance(value, list):
-            return tuple(tuple(pair) if isinstance(pair, list) else pair for pair in value)
-        return value
+    pairs: Annotated[tuple[_Pair, ...], Field(strict=False)] | None = None
 
 
 _TABLES: dict[str, type[_Table]] = {
@@ -146,13 +123,27 @@ _TABLES: dict[str, type[_Table]] = {
     "krul": KrulOption,
     "shared": SharedOption,
 }
+_RIGHT = {
+    "dirs": 'a list of at least one folder, such as ["/mnt/ssd0/hcache"]',
+    "partition": '"auto" or numbers of layers, such as {"recompute": 1, "hidden": 30, "kv": 1}',
+    "krul": 'a table, such as {"ratio": 0.5, "error": 0.3}',
+    "shared": 'a table, such as {"backend": "mooncake", "config": {"protocol": "rdma"}}',
+}
+
+
+def _once(dirs: tuple[Path, ...]) -> tuple[Path, ...]:
+    if len(set(dirs)) != len(dirs):
+        raise ValueError("every folder may be named once only")
+    return dirs
 
 
 class HCacheConfig(_Table):
     """The options of one server, immutable."""
 
     # store
-    dirs: tuple[Path, ...] = Field(default_factory=default_dirs, validate_default=True)
+    dirs: Annotated[tuple[_Absolute, ...], pydantic.AfterValidator(_once)] = Field(
+        default_factory=default_dirs, validate_default=True, strict=False, min_length=1
+    )
     quota_bytes: Bytes | None = Field(default=None, ge=1)
     min_free_bytes: Bytes = Field(default=4 << 30, ge=0)
     durability: Literal["none", "batch", "always"] = "batch"
@@ -164,14 +155,12 @@ class HCacheConfig(_Table):
     mode: Literal["auto", "hidden", "kv", "plain"] = "auto"
     partition: Annotated[
         Annotated[Literal["auto"], pydantic.Tag("auto")]
-        | Annotated[PartitionOption, _table(_PARTITION), pydantic.Tag("layers")],
+        | Annotated[PartitionOption, pydantic.Tag("layers")],
         pydantic.Discriminator(lambda value: "auto" if value == "auto" else "layers"),
     ] = "auto"
-    profile: Annotated[Path | None, BeforeValidator(lambda path: path and _absolute(path))] = None
+    profile: _Absolute | None = None
     codec: Literal["auto", "none", "exp3", "exp4", "int8", "fp8", "krul"] = "auto"
-    krul: Annotated[KrulOption, _table('a table, such as {"ratio": 0.5, "error": 0.3}')] = (
-        KrulOption()
-    )
+    krul: KrulOption = KrulOption()
     # checks
     check_every_pages: int = Field(default=64, ge=0)
     sglang: Literal["checked", "tested"] = "checked"
@@ -181,20 +170,7 @@ class HCacheConfig(_Table):
     recompute: Literal["auto", "never"] = "auto"
     recompute_ms: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     # sharing
-    shared: Annotated[SharedOption | None, _table(_SHARED)] = None
-
-    @pydantic.field_validator("dirs", mode="before")
-    @classmethod
-    def _paths(cls, value: object) -> object:
-        if not isinstance(value, list | tuple) or not value:
-            raise ValueError('must be a list of at least one folder, such as ["/mnt/ssd0/hcache"]')
-        try:
-            paths = [_absolute(item) for item in value]
-        except ValueError as error:
-            raise ValueError(f"every folder {error}") from None
-        if len(set(paths)) != len(paths):
-            raise ValueError("every folder may be named once only")
-        return tuple(paths)
+    shared: SharedOption | None = None
 
     @pydantic.model_validator(mode="after")
     def _together(self) -> HCacheConfig:
@@ -225,7 +201,7 @@ def parse_config(
     """Build the configuration from the table ``options``; a ConfigError has all wrong options.
     ``source``: origin of the table, for messages. ``inherited`` options replace the defaults: those
     of ``HCACHE_CONFIG``, or of a running server, which are right."""
-    given, inherited = _table_of_options(options, source), inherited or {}
+    given, inherited = _mapping(options, source), inherited or {}
     try:
         return HCacheConfig.model_validate({**inherited, **given})
     except ValidationError as error:
@@ -237,13 +213,11 @@ def parse_config(
         raise ConfigError("; ".join(problems)) from None
 
 
-def _table_of_options(options: object, source: str) -> Mapping[str, object]:
-    if options is None:
-        return {}
-    if not isinstance(options, Mapping):
+def _mapping(options: object, source: str) -> Mapping[str, object]:
+    if options is not None and not isinstance(options, Mapping):
         right = 'must be a table of options, such as {"dirs": ["/mnt/ssd0/hcache"]}'
         raise ConfigError(f"{source}: {right}, not a {type(options).__name__}")
-    return options
+    return options or {}
 
 
 def check_extra_config(extra: Mapping[str, Any]) -> None:
@@ -287,7 +261,7 @@ def is_enabled(environ: Mapping[str, str] = os.environ) -> bool:
 def options_from_environment(environ: Mapping[str, str] = os.environ) -> Mapping[str, object]:
     """The table of ``HCACHE_CONFIG``, empty without it; raises ConfigError."""
     text = environ.get(CONFIG_VARIABLE)
-    return _table_of_options(load_table(text, CONFIG_VARIABLE) if text else None, CONFIG_VARIABLE)
+    return _mapping(load_table(text, CONFIG_VARIABLE) if text else None, CONFIG_VARIABLE)
 
 
 _PARSERS: dict[str, Callable[[str], object]] = {
@@ -338,6 +312,8 @@ def _explain(detail: ErrorDetails, source: str) -> str:
         known = (_TABLES[table[0]] if table else HCacheConfig).model_fields
         return f"{source}: unknown option {key!r}; {nearest(name, known, 'the options are ')}"
     message = detail["msg"].removeprefix("Value error, ").replace("Input should", "must")
+    if detail["type"] in ("model_type", "tuple_type", "too_short") and key in _RIGHT:
+        message = f"must be {_RIGHT[key]}"
     if not key:  # about several options; the message names them
         return f"{source}: {message}"
     value = "" if path[0] == "shared" else f" is {detail['input']!r}"

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,8 +16,8 @@ from rich.text import Text
 from typer import Argument, Exit, Option, echo
 
 from hcache_backend.config import HCacheConfig, options_from_environment, parse_config
-from hcache_backend.plan.model_config import read_dtype, read_hybrid
-from hcache_backend.plan.model_shape import ModelShape, PlannedCodec, Sides
+from hcache_backend.plan import model_config
+from hcache_backend.plan.model_shape import PlannedCodec
 from hcache_backend.server_report import ServerReport
 from hcache_backend.store import is_store_folder
 
@@ -65,25 +62,6 @@ class Failure(Exception):
     """Why a command cannot do its work, in one line. The command prints it and ends with 2."""
 
 
-class RequestError(Failure):
-    """A server refused a request, or did not finish it; ``status`` is its answer's, or 0."""
-
-    def __init__(self, message: str, status: int = 0) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would take the API key to another server."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-# A proxy of the environment would see the key: urllib's no_proxy does not know 127.0.0.0/8.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
-
-
 def settings(*dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
     """The options of the environment, and over them those of a command. Raises ConfigError."""
     given = {name: value for name, value in options.items() if value is not None}
@@ -101,54 +79,16 @@ def existing_store(*dirs: Sequence[Path] | None, **options: object) -> HCacheCon
     return config
 
 
-def served_model(path: Path, tp: int = 1) -> tuple[ModelShape, Sides | None, str]:
-    """A model, what its layers beside the full-attention ones keep, and its dtype; raises a Failure
-    if ``tp`` ranks cannot divide its heads."""
-    (shape, sides), dtype = read_hybrid(path), read_dtype(path)
+def served_model(path: Path, tp: int = 1) -> model_config.Model:
+    """A model; raises a Failure if ``tp`` ranks cannot divide its heads."""
+    model = model_config.read_model(path)
+    shape = model.shape
     if shape.heads % tp:
         raise Failure(f"--tp {tp}: must divide the model's {shape.heads} attention heads")
     if not shape.latent and shape.kv_heads % tp and tp % shape.kv_heads:
         known = f"the model's {shape.kv_heads} KV heads"
         raise Failure(f"--tp {tp}: must divide {known}, or be a multiple")
-    return shape, sides, dtype
-
-
-def ask(server: str, path: str, seconds: float, *, body: Any = None, key: str | None = None) -> str:
-    """The answer of the server at ``HOST:PORT``, or ``http://HOST:PORT``. Pauses in it are no
-    longer than ``seconds``. ``body`` is posted as JSON if it is not None; ``key`` is the server's
-    API key. Raises a RequestError."""
-    whole = server if "://" in server else f"http://{server}"
-    if not whole.startswith(("http://", "https://")):
-        raise RequestError(f"{server!r} is no address of a server; it must be http://HOST:PORT")
-    if key and not (key.isascii() and key.isprintable()):
-        raise RequestError("the API key has characters that no header can carry")
-    headers = {"Content-Type": "application/json"}
-    headers |= {"Authorization": f"Bearer {key}"} if key else {}
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        request = urllib.request.Request(f"{whole.rstrip('/')}/{path}", data, headers)
-        try:
-            answer = _DIRECT.open(request, timeout=seconds)
-        except urllib.error.HTTPError as error:
-            answer = error
-        with answer:
-            text: str = answer.read().decode(errors="replace")
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        why = getattr(error, "reason", error)
-        raise RequestError(f"the server does not answer: {why}") from None
-    if answer.status >= 300:
-        said = "give its --api-key" if answer.status in (401, 403) else error_text(text)
-        raise RequestError(f"{answer.status}: {said}", answer.status)
-    return text
-
-
-def error_text(text: str) -> str:
-    """The message in an error of SGLang."""
-    try:
-        error = json.loads(text)["error"]
-    except (ValueError, LookupError, TypeError):
-        return text.strip()
-    return str(error.get("message", error) if isinstance(error, Mapping) else error).strip()
+    return model
 
 
 def output(found: Any, as_json: bool, show: Callable[[Any], object], failed: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hcache_backend.config import ConfigError
 from hcache_backend.plan.model_shape import Latent, ModelShape, Sides
@@ -47,39 +47,40 @@ _WINDOW_POOLS = (
     "GptOss", "GraniteSWA", "GraniteMoeSWA", "IQuestQ1", "Laguna", "Mellum", "MiMoV2",
     "Llama4ForConditionalGeneration", "Step3p5", "Step3p7",
 )  # fmt: skip
-_STATE_FIELDS = (
-    "hybrid_override_pattern", "layers_block_type", "attn_layer_period", "mamba_d_state",
-    "linear_num_value_heads", "ssm_cfg", "linear_attn_config", "layer_group_size",
-)  # fmt: skip
-_UNEQUAL = {
-    "block_configs": "layers with other heads, or without attention (Nemotron-NAS)",
-    "compress_ratios": "layers that keep fewer tokens (DeepSeek-V4)",
-    "global_head_dim": "layers with other heads (Gemma 4)",
-}
-_DELTA_NET = (  # without "linear_"
-    "num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim",
-)  # fmt: skip
 _STATE = (
     "layers with a recurrent state instead of KV; there is no partition for them, the server "
     "stores K and V of the full-attention layers, and states, in KV mode"
 )
+_UNPLANNED = dict.fromkeys(
+    (
+        "hybrid_override_pattern", "layers_block_type", "attn_layer_period", "mamba_d_state",
+        "linear_num_value_heads", "ssm_cfg", "linear_attn_config", "layer_group_size",
+    ),
+    _STATE,
+) | {
+    "block_configs": "layers with other heads or none (Nemotron-NAS), which are not planned",
+    "compress_ratios": "layers that keep fewer tokens (DeepSeek-V4), which are not planned",
+    "global_head_dim": "layers with other heads (Gemma 4), which are not planned",
+}  # fmt: skip
+_DELTA_NET = (  # without "linear_"
+    "num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim",
+)  # fmt: skip
 
 
-def read_model(path: Path) -> ModelShape:
-    """Shape of the model of a ``config.json`` or a folder; raises ConfigError."""
-    return shape_from_config(*_read(path))
+class Model(NamedTuple):
+    """A model; ``sides`` is what its layers beside the full-attention ones keep, and ``dtype`` is
+    ``bfloat16``, ``float16`` or ``float32``."""
+
+    shape: ModelShape
+    sides: Sides | None
+    dtype: str
 
 
-def read_hybrid(path: Path) -> tuple[ModelShape, Sides | None]:
-    """Also of a model with recurrent states whose size is known."""
-    given = _read(path)
-    sides = _sides(_Fields(*given))
-    return shape_from_config(*given, states=sides is not None), sides
-
-
-def read_dtype(path: Path) -> str:
-    """Value type of the model: ``bfloat16``, ``float16`` or ``float32``; raises ConfigError."""
-    return _dtype(_Fields(*_read(path)))
+def read_model(path: Path) -> Model:
+    """The model of a ``config.json`` or a folder; raises ConfigError."""
+    fields = _Fields(*(given := _read(path)))
+    sides = _sides(fields)
+    return Model(shape_from_config(*given, states=sides is not None), sides, _dtype(fields))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
@@ -103,6 +104,8 @@ def shape_from_config(table: Mapping[str, Any], source: str, *, states: bool = F
     fields = _Fields(table, source)
     if not states:
         _require_kv_cache(fields)
+    twice = 1 + fields.family.startswith("longcat_flash")  # two attentions in a layer
+    loops = fields.integer("loops over the layers", ("loop_num", "num_loops"), twice)
     hidden = fields.integer("hidden size", _HIDDEN)
     heads = fields.integer("number of attention heads", _HEADS)
     if latent := _latent(fields):
@@ -114,7 +117,7 @@ def shape_from_config(table: Mapping[str, Any], source: str, *, states: bool = F
         value_dim = fields.integer("head size of V", ("v_head_dim",), head_dim)
     return ModelShape(
         family=fields.family,
-        layers=_layers(fields),
+        layers=fields.integer("number of layers", _LAYERS) * loops,
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
@@ -174,21 +177,11 @@ def _require_kv_cache(fields: _Fields) -> None:
     if fields.get("is_encoder_decoder") is True:
         right = "must be false: only decoder-only models have KV to restore"
         raise fields.wrong("is_encoder_decoder", right)
-    for name in _STATE_FIELDS:
+    for name, meaning in _UNPLANNED.items():
         if fields.get(name) is not None:
-            raise fields.wrong(name, f"means {_STATE}")
-    for name, what in _UNEQUAL.items():
-        if fields.get(name) is not None:
-            raise fields.error(f"field {name!r} means {what}, which cannot be planned")
+            raise fields.error(f"field {name!r} means {meaning}")
     if state := sorted(_STATE_LAYERS & set(_layer_types(fields))):
         raise fields.error(f"field 'layer_types' has {', '.join(state)}: {_STATE}")
-
-
-def _layers(fields: _Fields) -> int:
-    """Layers of the KV pool: one for each attention."""
-    count = fields.integer("number of layers", _LAYERS)
-    loops = fields.integer("loops over the layers", ("loop_num", "num_loops"), 1)
-    return count * loops * (2 if fields.family.startswith("longcat_flash") else 1)
 
 
 def _layer_types(fields: _Fields) -> list[str]:

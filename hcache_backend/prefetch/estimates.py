@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from hcache_backend.plan.restore import Restore
 from hcache_backend.prefetch.prefetch import Hit, Prefetch
@@ -173,31 +172,22 @@ def waited_for_core(thread: int) -> float:
     return int(waited) / 1e9
 
 
-class _LookUp(NamedTuple):
-    start: float
-    thread: int
-    waited: float  # for a core, before
-
-
 class L3Progress:
     """HiCache's threads report their work here; any thread may ask for the state of L3."""
 
     def __init__(
-        self,
-        estimates: Estimates | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        core_wait: Callable[[int], float] = waited_for_core,
+        self, estimates: Estimates | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.estimates = estimates or Estimates()
-        self.clock, self.core_wait = clock, core_wait
+        self.clock, self.core_wait = clock, waited_for_core
         self.reading: Reading | None = None  # the prefetch that is being read
-        self._looking: _LookUp | None = None
+        self._looking: tuple[float, float, int] | None = None  # since when, core_wait then, thread
 
     @contextmanager
     def looking(self) -> Iterator[None]:
         """L3 looks up within the block."""
         thread = threading.get_native_id()
-        self._looking = _LookUp(self.clock(), thread, self.core_wait(thread))
+        self._looking = self.clock(), self.core_wait(thread), thread
         try:
             yield
         finally:
@@ -205,8 +195,9 @@ class L3Progress:
 
     def may_take_longer(self, seconds: float) -> None:
         """Allow the present look-up ``seconds`` more."""
-        if (looking := self._looking) is not None:
-            self._looking = looking._replace(start=looking.start + seconds)
+        if self._looking is not None:
+            start, waited, thread = self._looking
+            self._looking = start + seconds, waited, thread
 
     def arrived(self, tokens: int) -> None:
         reading = self.reading
@@ -238,9 +229,9 @@ class L3Progress:
 
     def seems_stalled(self, now: float) -> bool:
         looking, reading = self._looking, self.reading
-        if looking is not None and (looked := now - looking.start) > STALLED_SECONDS:
-            waited = self.core_wait(looking.thread) - looking.waited
-            if looked - waited > STALLED_SECONDS:  # a busy processor is not the disk's fault
+        if looking is not None and now - looking[0] > STALLED_SECONDS:
+            start, waited, thread = looking  # a busy processor is not the disk's fault
+            if now - start - (self.core_wait(thread) - waited) > STALLED_SECONDS:
                 return True
         if reading is None:
             return False

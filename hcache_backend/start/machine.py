@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hcache_backend.config import ConfigError, HCacheConfig
+from hcache_backend.format.page import hidden_layer
 from hcache_backend.metrics import logger
 from hcache_backend.plan.measure import Bench, device_name, measure, read_rate
 from hcache_backend.plan.model_config import shape_from_config
@@ -78,13 +79,12 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
     if decision is None:
         kv_bytes = kv_share * page_plan.kv_bytes_per_token(kvcache)
         width = int(runtime.runner.model_config.hidden_size)
+        layer = hidden_layer(int(kvcache.page_size), row_bytes, width)
         given = page_plan.host_bytes(kvcache, args.hicache_size, args.hicache_ratio)
 
         def leaves_room(partition: Partition) -> bool:
             """True if host memory holds enough tokens besides hidden states of the device's."""
-            host = page_plan.host_tokens(
-                kvcache, partition, given, row_bytes, width, kv_share, shard
-            )
+            host = page_plan.host_tokens(kvcache, layer, shard, kv_share, partition, given)
             least = min(_LEAST_HOST_SHARE * size, given / kv_bytes)
             return partition == every_kv or host >= least
 

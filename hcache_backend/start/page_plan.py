@@ -20,7 +20,7 @@ from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.checks.comparison import first_problem
 from hcache_backend.checks.probe import Probe
 from hcache_backend.config import HCacheConfig
-from hcache_backend.format.page import PageLayout, hidden_layer
+from hcache_backend.format.page import PageLayout, StoredLayer
 from hcache_backend.format.units import WHOLE, Shard
 from hcache_backend.host.segments import KVSegments, page_layout
 from hcache_backend.metrics import logger
@@ -321,22 +321,15 @@ def host_bytes(kvcache: Any, size_gb: float, ratio: float) -> float:
 
 
 def host_tokens(
-    kvcache: Any,
-    partition: Partition,
-    given: float,
-    row_bytes: int,
-    width: int,
-    kv_share: float,
-    shard: Shard,
+    kvcache: Any, hidden: StoredLayer, shard: Shard, kv_share: float, stored: Partition, size: float
 ) -> float:
-    """Tokens that ``given`` bytes of host memory hold besides the hidden states, ``width`` wide, of
-    the device's. The header of a small page takes as much as its tokens."""
-    layer = hidden_layer(kvcache.page_size, row_bytes, width)
-    layout = PageLayout(kvcache.page_size, (layer,) * kvcache.layer_num, shard)
-    kv = kv_share * kv_bytes_per_token(kvcache) / kvcache.layer_num
-    token = partition.hidden * row_bytes / shard.of + partition.kv * kv
-    token += layout.header_bytes / kvcache.page_size
-    return given / token - (kvcache.size if partition.hidden else 0)
+    """Tokens that ``size`` bytes of host memory hold besides ``hidden`` states of the device's. The
+    header of a small page takes as much as its tokens."""
+    header = PageLayout(kvcache.page_size, (hidden,) * kvcache.layer_num, shard).header_bytes
+    rows = stored.hidden * sum(segment.length_in(shard) for segment in hidden.segments)
+    kv = stored.kv * kv_share * kv_bytes_per_token(kvcache) / kvcache.layer_num
+    token = kv + (header + rows) / kvcache.page_size
+    return size / token - (kvcache.size if stored.hidden else 0)
 
 
 def plan_host_pages(

@@ -2,11 +2,8 @@
 
 import errno
 import json
-from contextlib import closing
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +20,6 @@ from hcache_backend.format.units import Segment, SegmentTable
 from hcache_backend.server_report import LayerGroup, ServerReport, read_report, write_report
 from hcache_backend.sglang import compat
 from hcache_backend.store import SERVER_REPORT, PageStore
-from tests.kit.http import serving
 
 
 @pytest.mark.parametrize(
@@ -266,47 +262,6 @@ def test_a_row_that_a_program_reads_is_one_line(folder: Path) -> None:
 def test_a_report_of_no_time_is_no_report(time: float, folder: Path) -> None:
     write_report(folder, reported(time=time))
     assert "Last server" not in of_store("stats", folder)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_no_proxy_hears_the_key(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    with (
-        serving(lambda path, body: seen.append(path) or (200, "a proxy")) as proxy,
-        serving(lambda path, body: (200, "the server")) as url,
-    ):
-        monkeypatch.setenv("http_proxy", proxy)
-        monkeypatch.setenv("no_proxy", "127.0.0.0/8")  # urllib knows no such network
-        asked = url.replace("127.0.0.1", host)
-        assert common.ask(asked, "metrics", 5.0, key="s3cr3t") == "the server"
-    assert seen == []
-
-
-def test_a_redirect_is_an_error_and_takes_the_key_nowhere() -> None:
-    class Answers(BaseHTTPRequestHandler):
-        asked: ClassVar[list[str]] = []
-
-        def do_GET(self) -> None:
-            self.asked.append(self.path)
-            self.send_response(307)
-            self.send_header("Location", "/elsewhere")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = HTTPServer(("127.0.0.1", 0), Answers)
-    with closing(server.socket):
-        Thread(target=server.handle_request).start()
-        with pytest.raises(common.RequestError, match=r"^307"):
-            common.ask(f"http://127.0.0.1:{server.server_port}", "metrics", 5.0, key="s3cr3t")
-    assert Answers.asked == ["/metrics"]
-
-
-@pytest.mark.parametrize("key", ["s3cr3t\n", "s3cr3t\r\nX: y", "s3cr3t\u0439", "s3cr3t\0"])
-def test_a_key_that_no_header_can_carry_is_not_quoted(key: str) -> None:
-    with pytest.raises(common.RequestError, match="the API key has characters") as error:
-        common.ask("127.0.0.1:9", "metrics", 5.0, key=key)
-    assert "s3cr3t" not in str(error.value)
 
 
 @pytest.mark.parametrize(

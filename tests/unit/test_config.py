@@ -41,8 +41,9 @@ def test_defaults_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"dir": ["/a"]}, "hcache: unknown option 'dir'; did you mean 'dirs'?"),
         ({"zzz": 1}, "unknown option 'zzz'; the options are dirs, quota_bytes"),
         ({"dirs": []}, "option 'dirs' is []: must be a list of at least one folder"),
-        ({"dirs": [1]}, "every folder must be an absolute path, not 1"),
-        ({"dirs": ["a/b"]}, "every folder must be an absolute path, not 'a/b'"),
+        ({"dirs": [1]}, "option 'dirs.0' is 1: must be an absolute path, not 1"),
+        ({"dirs": "/a"}, "option 'dirs' is '/a': must be a list of at least one folder, such"),
+        ({"dirs": ["/a", "a/b"]}, "option 'dirs.1' is 'a/b': must be an absolute path"),
         ({"dirs": ["/a", "/a"]}, "every folder may be named once only"),
         ({"mode": "gpu"}, "option 'mode' is 'gpu': must be 'auto', 'hidden', 'kv' or 'plain'"),
         ({"partition": "kv"}, 'must be "auto" or numbers of layers, such as {"recompute": 1'),
@@ -128,7 +129,7 @@ def test_a_size_is_what_was_meant_or_refused(
 
 @pytest.mark.parametrize("folder", ["~nobody-here/x", "/a\0b", "/a\ud800b", "", " ", "a", 5, None])
 def test_a_folder_that_cannot_be_is_named(folder: object) -> None:
-    wrong = f"option 'dirs' is [{folder!r}]: every folder must be an absolute path"
+    wrong = f"option 'dirs.0' is {folder!r}: must be an absolute path"
     with pytest.raises(ConfigError) as error:
         parse_config({"dirs": [folder]}, "hcache")
     assert wrong in str(error.value)
@@ -150,7 +151,7 @@ def test_only_who_names_no_folder_needs_a_home(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HCACHE_CONFIG", '{"mode": "kv"}')
     found = start_config({"interface_v1": 1, "hcache": {"dirs": ["/mnt/ssd0/hcache"]}})
     assert (found.dirs, found.mode) == ((Path("/mnt/ssd0/hcache"),), "kv")
-    with pytest.raises(ConfigError, match=r"option 'dirs' is \['~/.*: no home folder is known"):
+    with pytest.raises(ConfigError, match=r"option 'dirs.0' is '~/.*: no home folder is known"):
         start_config({"interface_v1": 1})
 
 

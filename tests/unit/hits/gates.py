@@ -16,7 +16,8 @@ class Gate(HitGate):
 
     def __init__(self, machine: Any = None, min_gain: float = 1.0) -> None:
         self.now, self.core = 100.0, 0.0
-        l3 = L3Progress(Estimates(machine), lambda: self.now, lambda thread: self.core)
+        l3 = L3Progress(Estimates(machine), lambda: self.now)
+        l3.core_wait = lambda thread: self.core
         super().__init__(l3, Prefetches(), "test", min_gain)
 
 

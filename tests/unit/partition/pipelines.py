@@ -56,7 +56,7 @@ def all_partitions(layers: int) -> list[Partition]:
 
 
 def public_model(name: str) -> ModelShape:
-    return read_model(CONFIGS / f"{name}.json")
+    return read_model(CONFIGS / f"{name}.json").shape
 
 
 def machine_of(l3: Rate | None, *rates: Rate) -> Profile:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hcache_backend.config import ConfigError
-from hcache_backend.plan.model_config import read_hybrid, read_model, shape_from_config
+from hcache_backend.plan.model_config import read_model, shape_from_config
 from hcache_backend.plan.model_shape import Sides
 from tests.unit.partition.pipelines import CONFIGS, public_model, public_models
 
@@ -64,9 +64,9 @@ def test_a_model_is_as_large_as_sglang_says_or_the_field_is_named(
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name]["config"]))
     if (field := MODELS[name].get("refused")) is not None:
         with pytest.raises(ConfigError, match=f"field '{field}' "):
-            read_hybrid(tmp_path)
+            read_model(tmp_path)
         return
-    shape, sides = read_hybrid(tmp_path)
+    shape, sides, _ = read_model(tmp_path)
     layers = shape.layers - (sides.layers if sides else 0)
     assert MODELS[name]["sglang"] == {
         "layers": layers,
@@ -179,7 +179,7 @@ def test_windows_and_states_beside_the_pages(
     changes: dict[str, Any], sides: Sides | None, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes))
-    shape, found = read_hybrid(tmp_path)  # of a model's folder
+    shape, found, _ = read_model(tmp_path)  # of a model's folder
     assert (shape.layers, found) == (32, sides)
 
 
@@ -187,7 +187,7 @@ def test_windows_and_states_beside_the_pages(
 def test_states_of_unknown_size_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes))
     with pytest.raises(ConfigError, match="recurrent state"):
-        read_hybrid(tmp_path)
+        read_model(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -207,11 +207,11 @@ def test_states_of_unknown_size_are_refused(changes: dict[str, Any], tmp_path: P
         (LLAMA, {"num_local_experts": 8}, ("active experts", "num_experts_per_tok", "missing")),
         (LLAMA, {"layer_types": "full"}, ("layer_types", "full", "list")),
         (LLAMA, {"layer_types": ["mamba", "full_attention"]}, ("mamba", "KV mode")),
-        (LLAMA, {"mamba_d_state": 16}, ("mamba_d_state", "16", "KV mode")),
+        (LLAMA, {"mamba_d_state": 16}, ("mamba_d_state", "KV mode")),
         (LLAMA, {"is_encoder_decoder": True}, ("is_encoder_decoder", "true", "decoder-only")),
         (LLAMA, {"layer_types": ["jet", "full_attention"]}, ("layer_types", "jet", "not known")),
-        (LLAMA, {"compress_ratios": [4]}, ("compress_ratios", "DeepSeek-V4", "cannot be planned")),
-        (LLAMA, {"global_head_dim": 512}, ("global_head_dim", "Gemma 4", "cannot be planned")),
+        (LLAMA, {"compress_ratios": [4]}, ("compress_ratios", "DeepSeek-V4", "are not planned")),
+        (LLAMA, {"global_head_dim": 512}, ("global_head_dim", "Gemma 4", "are not planned")),
         (DEEPSEEK, {"q_lora_rank": -1}, ("q_lora_rank", "-1", "positive integer")),
         (DEEPSEEK, {"qk_nope_head_dim": None}, ("qk_nope_head_dim", "missing")),
         (DEEPSEEK, {"v_head_dim": 1.5}, ("v_head_dim", "1.5", "positive integer")),
@@ -240,7 +240,7 @@ def test_files_that_are_no_config(tmp_path: Path, text: str | bytes, said: str) 
 
 def test_encoded_hidden_states_are_compared_with_encoded_k_and_v() -> None:
     """Codecs round: an eighth of a percent does not make hidden states the smaller ones."""
-    shape = read_model(CONFIGS / "llama-3-8b.json").model_copy(update={"kv_heads": 16})
+    shape = public_model("llama-3-8b").model_copy(update={"kv_heads": 16})
     assert shape.hidden_bytes == shape.kv_bytes == 8192
     encoded = {"hidden_row_bytes": 6264, "kv_row_bytes": 6272}
     assert not shape.model_copy(update=encoded).hidden_is_smaller

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.plan.model_config import read_dtype
+from hcache_backend.plan.model_config import read_model
 from hcache_backend.plan.model_shape import ModelShape, PlannedCodec, encoded
 from hcache_backend.plan.plan import PartitionPlan, RestorePath
 from hcache_backend.plan.profile import Rate, preset_profile
@@ -31,7 +31,7 @@ L3_RATES = [12.5e6, 125e6, 690e6, 6.9e9, 12.5e9, 55e9]
 
 
 def stored_shape(name: str, tp: int, codec: PlannedCodec = "auto") -> ModelShape:
-    dtype = read_dtype(CONFIGS / f"{name}.json")
+    dtype = read_model(CONFIGS / f"{name}.json").dtype
     return encoded(public_model(name), codec, dtype, tp=tp, page_size=PAGE)
 
 
@@ -80,7 +80,7 @@ def test_a_server_refuses_what_the_plan_refuses(name: str, tp: int, restore: Res
 @pytest.mark.parametrize("name", MODELS)
 def test_the_plan_counts_the_bytes_of_a_server(name: str, tp: int, codec: PlannedCodec) -> None:
     shape, path = public_model(name), CONFIGS / f"{name}.json"
-    dtype: torch.dtype = getattr(torch, read_dtype(path))
+    dtype: torch.dtype = getattr(torch, read_model(path).dtype)
     kvcache = SimpleNamespace(layer_num=shape.layers, page_size=PAGE, dtype=dtype)
     if shape.latent:
         kvcache.kv_lora_rank = shape.latent.rank

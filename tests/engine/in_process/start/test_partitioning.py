@@ -99,11 +99,11 @@ def test_a_partition_leaves_the_room_that_a_server_has(page: int, hidden: int) -
         k_buffer=buffers, v_buffer=buffers, size=4096, layer_num=4, page_size=page
     )
     kv = KVSegments(kvcache, tuple(range(hidden, 4)), page, WHOLE, 1, "none")
-    layers = [hidden_layer(page, 512, 256)] * hidden + [kv.stored_layer(n) for n in kv.layers]
+    rows = hidden_layer(page, 512, 256)
+    layers = [rows] * hidden + [kv.stored_layer(n) for n in kv.layers]
     layout = PageLayout(page, tuple(layers))
     pages = plan_host_pages(kvcache, layout, 1.0, 0, 1e12, with_shadows=hidden > 0)
-    partition = Partition(0, hidden, 4 - hidden)
-    found = host_tokens(kvcache, partition, 1e9, 512, 256, 1.0, WHOLE)
+    found = host_tokens(kvcache, rows, WHOLE, 1.0, Partition(0, hidden, 4 - hidden), 1e9)
     assert found == pytest.approx(pages.host * page, abs=2 * page, rel=0.001)
 
 
