@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from bench.harness.client import Reply, StreamingClient, UnusableServer
+from bench.harness.client import Reply, RequestError, StreamingClient, UnusableServer
 from bench.harness.methods import METHODS, PAGE_SIZE, SERVED, server_options
 from bench.harness.models import TinyLlama
 from bench.harness.options import ADMIN_KEY
@@ -26,7 +26,6 @@ from bench.harness.report import Column, Picture, Results, Row, Series, Table
 from bench.harness.server import Server
 from bench.workload.base import Turn, Workload, WorkloadError
 from bench.workload.paper import leval, sharegpt4, zipf_contexts
-from hcache_backend.cli.common import RequestError
 
 SHAPE = TinyLlama(layers=4, hidden=512, heads=4, kv_heads=4, intermediate=1408)
 VOCABULARY = 1000  # random tokens are below it
@@ -297,7 +296,7 @@ PROGRAM = Program(
     measure=measure,
     settings=(
         Setting("--url", str, None, "http://HOST:PORT of a running server"),
-        Setting("--api-key", str, None, "its (admin) API key"),
+        Setting("--api-key", str, None, "its (admin) API key; default: $HCACHE_API_KEY"),
         Setting("--methods", names(SERVED), "hcache-eager", "whose servers are started otherwise"),
         Setting("--pool-tokens", at_least(256), None, "of the device; default: an eighth of all"),
         *MODEL,

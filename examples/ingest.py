@@ -11,6 +11,7 @@ which needs an idle server: L3 has every page then. A document that L3 has is no
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -69,7 +70,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Fill L3 with documents.")
     parser.add_argument("documents", nargs="+", type=Path, metavar="DOCUMENT")
     parser.add_argument("--url", default="http://127.0.0.1:30000")
-    parser.add_argument("--api-key")
+    hidden = os.environ.get("HCACHE_API_KEY")  # other users see command lines
+    parser.add_argument("--api-key", default=hidden, help="default: $HCACHE_API_KEY")
     parser.add_argument("--prefix-file", type=Path)
     parser.add_argument("--parallel", type=int, default=4)
     given = parser.parse_args()

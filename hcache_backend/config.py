@@ -1,5 +1,5 @@
 """Every option, once, in the groups of docs/options.md, which explains each. Options are the table
-``hcache`` in SGLang's ``--hicache-storage-backend-extra-config``, JSON or ``@file.toml``. The
+``hcache`` in SGLang's ``--hicache-storage-backend-extra-config``, JSON or ``@FILE``. The
 environment variable ``HCACHE_CONFIG`` has the same table at lower priority, for a later attach or a
 backend of SGLang's own."""
 
@@ -8,12 +8,14 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
+import yaml
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -23,15 +25,15 @@ PROJECTION_VARIABLE = "HCACHE_PROJECTION"
 OUR_BACKEND = {"module_path": "hcache_backend", "class_name": "HCacheStorage"}  # for SGLang
 
 _OUR_KEYS = ("backend_name", "module_path", "class_name", "interface_v1", "hcache")
-_SGLANG_KEYS = (
+_SGLANG_KEYS: dict[str, tuple[type, ...]] = {
     # SGLang removes these before it builds a backend; its versions differ in the set.
-    "prefetch_threshold",
-    "prefetch_timeout_base",
-    "prefetch_timeout_per_ki_token",
-    "prefetch_timeout_max",
-    "hicache_storage_pass_prefix_keys",
-    "tp_lcm_size",
-)
+    "prefetch_threshold": (int,),
+    "prefetch_timeout_base": (int, float),
+    "prefetch_timeout_per_ki_token": (int, float),
+    "prefetch_timeout_max": (int, float),
+    "hicache_storage_pass_prefix_keys": (bool,),
+    "tp_lcm_size": (object,),  # a start knows which numbers are right
+}
 
 
 class ConfigError(ValueError):
@@ -39,42 +41,48 @@ class ConfigError(ValueError):
     SGLang turns a ValueError into a stopped start, or into HTTP 400 at an attach."""
 
 
-def default_dirs() -> tuple[Path, ...]:
-    """One folder under ``$XDG_CACHE_HOME``, otherwise under ``~/.cache``."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return (Path(root) / "hcache-backend" / "pages",)
+def default_dirs() -> list[str]:
+    """One folder under ``$XDG_CACHE_HOME``, otherwise under ``~/.cache``. It is checked as a given
+    one is, and only if none is given: a user of a container may have no home folder."""
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    root = root if Path(root).is_absolute() else "~/.cache"  # the XDG rule for relative ones
+    return [f"{root}/hcache-backend/pages"]
+
+
+# ByteSize ignores what it does not understand: "500,000,000,000" would be 500 bytes. Commas are
+# taken where messages print them, in whole bytes; "1,5TB" and "500.000" mean two things.
+_SIZES = re.compile(
+    r"(\d{1,30}|\d{1,3}(,\d{3}){1,9}) ?(bytes|B)?|\d{1,9}(\.\d+)? ?[KMGTPE]i?B?", re.A | re.I
+)
+_SIZE = pydantic.TypeAdapter(ByteSize)
 
 
 def _bytes(value: object) -> object:
     if not isinstance(value, str):
         return value
+    if not _SIZES.fullmatch(size := value.strip()):
+        raise ValueError('must be a number of bytes, such as 500000000000 or "500GB"')
+    size = size.lower().replace(",", "").removesuffix("bytes").removesuffix("b")
+    return int(_SIZE.validate_python(f"{size}b"))
+
+
+Bytes = Annotated[int, BeforeValidator(_bytes)]  # "500GB" is 10^9, "4GiB" and "4Gi" are 2^30
+
+
+def _absolute(value: object) -> Path:
+    why = f", not {value!r}"
     try:
-        return int(_SIZE.validate_python(value))
-    except ValidationError:
-        raise ValueError('must be a number of bytes, such as 500000000000 or "500GB"') from None
+        path = Path(value).expanduser() if isinstance(value, str | Path) else Path()
+        if path.is_absolute() and b"\0" not in os.fsencode(path):
+            return path
+    except UnicodeEncodeError:
+        pass
+    except RuntimeError:
+        why = f": no home folder is known for {str(value)!r}"
+    raise ValueError(f"must be an absolute path{why}")
 
 
-_SIZE = pydantic.TypeAdapter(ByteSize)
-Bytes = Annotated[int, BeforeValidator(_bytes)]  # "500GB" is 10^9, "4GiB" is 2^30
-
-
-def _path(value: object) -> object:
-    if value is None or isinstance(value, Path):
-        return value
-    if not isinstance(value, str) or not Path(value).expanduser().is_absolute():
-        raise ValueError("must be the absolute path of a file that hcache profile wrote")
-    return Path(value).expanduser()
-
-
-def _table(right: str) -> BeforeValidator:
-    """Tables only; the message says what is ``right``."""
-
-    def table(value: object) -> object:
-        if value is None or isinstance(value, Mapping | BaseModel):
-            return value
-        raise ValueError(f"must be {right}")
-
-    return BeforeValidator(table)
+_Absolute = Annotated[Path, BeforeValidator(_absolute)]
 
 
 class _Table(BaseModel):
@@ -89,19 +97,16 @@ class PartitionOption(_Table):
     kv: int = Field(default=0, ge=0)
 
 
-_PARTITION = '"auto" or numbers of layers, such as {"recompute": 1, "hidden": 30, "kv": 1}'
-_SHARED = (
-    'a table, such as {"backend": "mooncake", "config": {"master_server_address": "HOST:50051"}}'
-)
-
-
 class SharedOption(_Table):
     """A tier that several machines share, read after the page store of each."""
 
     backend: Literal["file", "mooncake", "nixl"]
-    config: dict[str, Any] = Field(default_factory=dict)
+    config: pydantic.Secret[dict[str, Any]] = Field(default_factory=lambda: pydantic.Secret({}))
     read_seconds: float = Field(default=1.0, gt=0, le=60, allow_inf_nan=False)
     buffer_bytes: Bytes = Field(default=384 << 20, ge=1)
+
+
+_Pair = Annotated[tuple[int, int], Field(strict=False)]  # JSON has lists only
 
 
 class KrulOption(_Table):
@@ -110,14 +115,7 @@ class KrulOption(_Table):
     ratio: float = Field(default=0.5, gt=0, le=1, allow_inf_nan=False)
     gamma: float = Field(default=0.5, ge=0, le=1, allow_inf_nan=False)
     error: float = Field(default=0.2, ge=0, allow_inf_nan=False)
-    pairs: tuple[tuple[int, int], ...] | None = None
-
-    @pydantic.field_validator("pairs", mode="before")
-    @classmethod
-    def _tuples(cls, value: object) -> object:
-        if isinstance(value, list):
-            return tuple(tuple(pair) if isinstance(pair, list) else pair for pair in value)
-        return value
+    pairs: Annotated[tuple[_Pair, ...], Field(strict=False)] | None = None
 
 
 _TABLES: dict[str, type[_Table]] = {
@@ -125,13 +123,27 @@ _TABLES: dict[str, type[_Table]] = {
     "krul": KrulOption,
     "shared": SharedOption,
 }
+_RIGHT = {
+    "dirs": 'a list of at least one folder, such as ["/mnt/ssd0/hcache"]',
+    "partition": '"auto" or numbers of layers, such as {"recompute": 1, "hidden": 30, "kv": 1}',
+    "krul": 'a table, such as {"ratio": 0.5, "error": 0.3}',
+    "shared": 'a table, such as {"backend": "mooncake", "config": {"protocol": "rdma"}}',
+}
+
+
+def _once(dirs: tuple[Path, ...]) -> tuple[Path, ...]:
+    if len(set(dirs)) != len(dirs):
+        raise ValueError("every folder may be named once only")
+    return dirs
 
 
 class HCacheConfig(_Table):
     """The options of one server, immutable."""
 
     # store
-    dirs: tuple[Path, ...] = Field(default_factory=default_dirs)
+    dirs: Annotated[tuple[_Absolute, ...], pydantic.AfterValidator(_once)] = Field(
+        default_factory=default_dirs, validate_default=True, strict=False, min_length=1
+    )
     quota_bytes: Bytes | None = Field(default=None, ge=1)
     min_free_bytes: Bytes = Field(default=4 << 30, ge=0)
     durability: Literal["none", "batch", "always"] = "batch"
@@ -143,14 +155,12 @@ class HCacheConfig(_Table):
     mode: Literal["auto", "hidden", "kv", "plain"] = "auto"
     partition: Annotated[
         Annotated[Literal["auto"], pydantic.Tag("auto")]
-        | Annotated[PartitionOption, _table(_PARTITION), pydantic.Tag("layers")],
+        | Annotated[PartitionOption, pydantic.Tag("layers")],
         pydantic.Discriminator(lambda value: "auto" if value == "auto" else "layers"),
     ] = "auto"
-    profile: Annotated[Path | None, BeforeValidator(_path)] = None
+    profile: _Absolute | None = None
     codec: Literal["auto", "none", "exp3", "exp4", "int8", "fp8", "krul"] = "auto"
-    krul: Annotated[KrulOption, _table('a table, such as {"ratio": 0.5, "error": 0.3}')] = (
-        KrulOption()
-    )
+    krul: KrulOption = KrulOption()
     # checks
     check_every_pages: int = Field(default=64, ge=0)
     sglang: Literal["checked", "tested"] = "checked"
@@ -160,24 +170,7 @@ class HCacheConfig(_Table):
     recompute: Literal["auto", "never"] = "auto"
     recompute_ms: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     # sharing
-    shared: Annotated[SharedOption | None, _table(_SHARED)] = None
-
-    @pydantic.field_validator("dirs", mode="before")
-    @classmethod
-    def _paths(cls, value: object) -> object:
-        if not isinstance(value, list | tuple) or not value:
-            raise ValueError('must be a list of at least one folder, such as ["/mnt/ssd0/hcache"]')
-        paths = []
-        for item in value:
-            if not isinstance(item, str | Path) or not str(item):
-                raise ValueError(f"every folder must be a path, not {item!r}")
-            path = Path(item).expanduser()
-            if not path.is_absolute():
-                raise ValueError(f"every folder must be an absolute path, not {str(item)!r}")
-            paths.append(path)
-        if len(set(paths)) != len(paths):
-            raise ValueError("every folder may be named once only")
-        return tuple(paths)
+    shared: SharedOption | None = None
 
     @pydantic.model_validator(mode="after")
     def _together(self) -> HCacheConfig:
@@ -203,32 +196,43 @@ FIXED_AT_START = HCacheConfig.model_fields.keys() - {
 
 
 def parse_config(
-    options: object, source: str, inherited: HCacheConfig | None = None
+    options: object, source: str, inherited: Mapping[str, object] | None = None
 ) -> HCacheConfig:
     """Build the configuration from the table ``options``; a ConfigError has all wrong options.
-    ``source``: origin of the table, for messages. ``inherited`` options replace the defaults."""
-    options = {} if options is None else options
-    if not isinstance(options, Mapping):
-        raise ConfigError(
-            f'{source}: must be a table of options, such as {{"dirs": ["/mnt/ssd0/hcache"]}}, '
-            f"not {options!r}"
-        )
+    ``source``: origin of the table, for messages. ``inherited`` options replace the defaults: those
+    of ``HCACHE_CONFIG``, or of a running server, which are right."""
+    given, inherited = _mapping(options, source), inherited or {}
     try:
-        known = inherited.model_dump(exclude_unset=True) if inherited is not None else {}
-        return HCacheConfig.model_validate({**known, **options})
+        return HCacheConfig.model_validate({**inherited, **given})
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(one, source) for one in error.errors())) from None
+        environment = inherited.keys() - given.keys()
+        problems = [
+            _explain(one, CONFIG_VARIABLE if environment.intersection(one["loc"][:1]) else source)
+            for one in error.errors()
+        ]
+        raise ConfigError("; ".join(problems)) from None
+
+
+def _mapping(options: object, source: str) -> Mapping[str, object]:
+    if options is not None and not isinstance(options, Mapping):
+        right = 'must be a table of options, such as {"dirs": ["/mnt/ssd0/hcache"]}'
+        raise ConfigError(f"{source}: {right}, not a {type(options).__name__}")
+    return options or {}
 
 
 def check_extra_config(extra: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an unknown key beside ours, or an ``interface_v1`` other than 1."""
+    """Raise ConfigError for an unknown key beside ours, a value that SGLang does not take, or an
+    ``interface_v1`` other than 1."""
     for key, value in extra.items():
-        if key not in _OUR_KEYS + _SGLANG_KEYS:
+        if not isinstance(value, _SGLANG_KEYS.get(key, object)):
+            right = " or ".join(kind.__name__ for kind in _SGLANG_KEYS[key])
+            raise ConfigError(f"extra config: {key!r} is {value!r}; it must be of type {right}")
+        if key not in (known := (*_OUR_KEYS, *_SGLANG_KEYS)):
             if key in HCacheConfig.model_fields:
                 hint = f'it belongs under the key \'hcache\': {{"hcache": {{"{key}": ...}}}}'
             else:
-                hint = nearest(key, _OUR_KEYS + _SGLANG_KEYS, "known: ")
-            raise ConfigError(f"extra config: unknown key {key!r} (value {value!r}); {hint}")
+                hint = nearest(str(key), known, "known: ")
+            raise ConfigError(f"extra config: unknown key {key!r}; {hint}")
     if extra.get("interface_v1") != 1:
         raise ConfigError(
             f"extra config: 'interface_v1' is {extra.get('interface_v1')!r}; it must be 1, so that "
@@ -238,41 +242,59 @@ def check_extra_config(extra: Mapping[str, Any]) -> None:
 
 def start_config(extra: Mapping[str, Any] | None) -> HCacheConfig:
     """Options at a server's start: ``extra`` (None if L3 is not ours) over the environment."""
-    environment = config_from_environment()
+    environment = options_from_environment()
     if extra is None:
-        return environment
+        return parse_config(environment, CONFIG_VARIABLE)
     check_extra_config(extra)
     return parse_config(extra.get("hcache"), "hcache", environment)
 
 
 def is_enabled(environ: Mapping[str, str] = os.environ) -> bool:
-    """True if ``HCACHE_ENABLE`` asks for us without our L3; ConfigError unless it is 0 or 1."""
-    enabled = environ.get(ENABLE_VARIABLE, "0")
+    """True if ``HCACHE_ENABLE`` asks for us without our L3; ConfigError unless it is 0 or 1. Empty
+    is as not set, because docker compose has no other word for it."""
+    enabled = environ.get(ENABLE_VARIABLE) or "0"
     if enabled not in ("0", "1"):
         raise ConfigError(f"{ENABLE_VARIABLE} is {enabled!r}; it must be 0 or 1")
     return enabled == "1"
 
 
-def config_from_environment(environ: Mapping[str, str] = os.environ) -> HCacheConfig:
-    """Options of ``HCACHE_CONFIG`` over the defaults; raises ConfigError."""
-    text = environ.get(CONFIG_VARIABLE, "")
-    return parse_config(load_table(text, CONFIG_VARIABLE) if text else None, CONFIG_VARIABLE)
+def options_from_environment(environ: Mapping[str, str] = os.environ) -> Mapping[str, object]:
+    """The table of ``HCACHE_CONFIG``, empty without it; raises ConfigError."""
+    text = environ.get(CONFIG_VARIABLE)
+    return _mapping(load_table(text, CONFIG_VARIABLE) if text else None, CONFIG_VARIABLE)
+
+
+_PARSERS: dict[str, Callable[[str], object]] = {
+    ".json": json.loads,
+    ".toml": tomllib.loads,
+    ".yaml": yaml.safe_load,
+    ".yml": yaml.safe_load,
+}
 
 
 def load_table(text: str, source: str) -> object:
-    """Parse ``text``: JSON, or ``@file.toml``. Raises a ConfigError that begins with ``source``."""
+    """Parse ``text``: JSON, or ``@FILE``, by the end of its name as SGLang does. Raises a
+    ConfigError with ``source`` that quotes nothing of the text, which may have secrets."""
+    wrong, path = f"{source}: neither JSON nor @FILE", None
+    parse: Callable[[str], object] = json.loads
     if text.startswith("@"):
         path = Path(text[1:])
-        try:
-            return tomllib.loads(path.read_text())
-        except OSError as error:
-            raise ConfigError(f"{source}: cannot read {path}: {error.strerror}") from None
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{source}: {path} is not TOML: {error}") from None
+        wrong = f"{source}: cannot read {str(path)!r}"
+        if path.suffix.lower() not in _PARSERS:
+            raise ConfigError(f"{wrong}: its name must end in {', '.join(_PARSERS)}")
+        parse = _PARSERS[path.suffix.lower()]
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{source}: neither JSON nor @file.toml: {error} in {text!r}") from None
+        return parse(text if path is None else path.read_text(encoding="utf-8"))
+    except OSError as error:
+        why = error.strerror
+    except RecursionError:
+        why = "it is nested too deeply"
+    except yaml.YAMLError as error:  # its message quotes the line
+        mark = getattr(error, "problem_mark", None)
+        why = f"wrong at line {mark.line + 1} column {mark.column + 1}" if mark else "no YAML"
+    except ValueError as error:  # also of a name with NUL, of another encoding, of huge numbers
+        why = str(error)
+    raise ConfigError(f"{wrong}: {why}")
 
 
 def nearest(name: str, known: Collection[str], what: str) -> str:
@@ -282,14 +304,17 @@ def nearest(name: str, known: Collection[str], what: str) -> str:
 
 
 def _explain(detail: ErrorDetails, source: str) -> str:
+    """The message for a wrong option; secrets are below ``shared``, or where no option is."""
     path = [str(part) for part in detail["loc"] if part != "layers"]  # the tag of a partition
     key = ".".join(path)
     if detail["type"] == "extra_forbidden":
         *table, name = path
         known = (_TABLES[table[0]] if table else HCacheConfig).model_fields
-        hint = nearest(name, known, "the options are ")
-        return f"{source}: unknown option {key!r} (value {detail['input']!r}); {hint}"
+        return f"{source}: unknown option {key!r}; {nearest(name, known, 'the options are ')}"
     message = detail["msg"].removeprefix("Value error, ").replace("Input should", "must")
+    if detail["type"] in ("model_type", "tuple_type", "too_short") and key in _RIGHT:
+        message = f"must be {_RIGHT[key]}"
     if not key:  # about several options; the message names them
         return f"{source}: {message}"
-    return f"{source}: option {key!r} is {detail['input']!r}: {message}"
+    value = "" if path[0] == "shared" else f" is {detail['input']!r}"
+    return f"{source}: option {key!r}{value}: {message}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hcache_backend.store import SERVER_REPORT, write_sidecar
 
@@ -27,7 +27,7 @@ class ServerReport(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    time: float  # seconds since 1970
+    time: float = Field(ge=0, lt=1 << 37)  # seconds since 1970; a calendar has years of 4 digits
     model: str
     mode: Literal["hidden", "kv"]
     pages: Literal["own", "plain"]

@@ -1,7 +1,7 @@
 """Streamed requests to an SGLang server, with their times."""
 
-import asyncio
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,15 @@ from typing import Any, Self
 import aiohttp
 
 from bench.harness.server import CachedTokens
-from hcache_backend.cli.common import RequestError, ask, error_text
 
 _DATA, _DONE = b"data:", b"[DONE]"
 _LINE_BYTES = 1 << 22  # a line of a stream holds the whole reply so far
 _SILENCE_S = 600.0  # the longest pause within an answer
 _FLUSH_S = 120.0  # for a flush, which waits until L3 has every page
+
+
+class RequestError(Exception):
+    """A server refused a request, or did not finish it."""
 
 
 class UnusableServer(Exception):
@@ -46,12 +49,13 @@ class Reply:
 class StreamingClient:
     """Notes when each token of a reply came; ``async with StreamingClient(url, api_key) as ...``.
 
-    ``api_key`` is the server's (admin) API key.
+    ``api_key`` is the server's (admin) API key; without one it is that of the environment, which
+    other users of the machine do not see.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self._url, self._key = url.rstrip("/"), api_key
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._url, key = url.rstrip("/"), api_key or os.environ.get("HCACHE_API_KEY")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
@@ -68,8 +72,7 @@ class StreamingClient:
     async def server(self) -> dict[str, Any]:
         """The server's arguments, version and limits; UnusableServer if it is no SGLang server."""
         try:
-            text = await asyncio.to_thread(ask, self._url, "server_info", 30.0, key=self._key)
-            return dict(json.loads(text))
+            return dict(json.loads(await self._ask("GET", "server_info", 30.0)))
         except (RequestError, ValueError, TypeError) as error:
             hint = "Start one, or pass its address with --url"
             why = f"no usable SGLang server at {self._url} (/server_info: {error}). {hint}"
@@ -78,11 +81,26 @@ class StreamingClient:
     async def flush(self) -> None:
         """Empty device and host caches when the server is idle; L3 has every page by then. Raises
         UnusableServer if that is refused, or takes too long."""
-        path, seconds = f"flush_cache?timeout={_FLUSH_S:g}", _FLUSH_S + 30
         try:
-            await asyncio.to_thread(ask, self._url, path, seconds, body={}, key=self._key)
+            await self._ask("POST", f"flush_cache?timeout={_FLUSH_S:g}", _FLUSH_S + 30)
         except RequestError as error:
             raise UnusableServer(f"{self._url}/flush_cache: {error}") from None
+
+    async def _ask(self, method: str, path: str, seconds: float) -> str:
+        """The text of an answer. Raises RequestError."""
+        url, limit = f"{self._url}/{path}", aiohttp.ClientTimeout(total=seconds)
+        body: Any = None if method == "GET" else {}
+        asked = self._session.request(method, url, timeout=limit, json=body, allow_redirects=False)
+        try:
+            async with asked as answer:  # a redirect would take the key to another server
+                text = await answer.text(errors="replace")
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            why = str(error) or type(error).__name__
+            raise RequestError(f"the server does not answer: {why}") from None
+        if answer.status >= 300:
+            said = "give its --api-key" if answer.status in (401, 403) else error_text(text)
+            raise RequestError(f"{answer.status}: {said}")
+        return text
 
     async def generate(
         self, prompt: Sequence[int] | str, output_tokens: int, *, ignore_eos: bool = True
@@ -101,7 +119,8 @@ class StreamingClient:
         body = {kind: prompt, "sampling_params": sampling, "stream": True}
         stream = _Stream(time.perf_counter())
         try:
-            async with self._session.post(f"{self._url}/generate", json=body) as answer:
+            url = f"{self._url}/generate"
+            async with self._session.post(url, json=body, allow_redirects=False) as answer:
                 if answer.status != 200:
                     raise RequestError(f"{answer.status}: {error_text(await answer.text())}")
                 async for line in answer.content:
@@ -158,3 +177,12 @@ class _Stream:
             gaps_s=self._gaps,
             stopped=self._meta["finish_reason"]["type"] == "stop",
         )
+
+
+def error_text(text: str) -> str:
+    """The message in an error of SGLang."""
+    try:
+        error = json.loads(text)["error"]
+    except (ValueError, LookupError, TypeError):
+        return text.strip()
+    return str(error.get("message", error) if isinstance(error, Mapping) else error).strip()

@@ -17,10 +17,10 @@ _SECONDS = "2"  # about so long is each operation measured
 def has_shape(model: str) -> bool:
     """The model's shape can be read: it is a folder, of a family that plans know."""
     try:
-        read_model(Path(model))
+        sides = read_model(Path(model)).sides
     except ConfigError:
         return False
-    return True
+    return sides is None or sides.kind == "window"
 
 
 def measure_profile(machine: Machine, model: str, folder: Path) -> Profile:
@@ -68,7 +68,7 @@ def with_l3(profile: Profile, rate: float) -> Profile:
 
 def naive_hybrid(profile: Profile, machine: Machine, model: str, tokens: int) -> Partition:
     """KV and recomputation without hidden states, so that a layer-wise restore ends soonest."""
-    shape = read_model(Path(model))
+    shape = read_model(Path(model)).shape
     if machine.device == "cpu":  # on which servers compute in float32
         shape = shape.model_copy(update={"element_bytes": 4})
     restore = Restore(profile, shape, Partition(0, 0, shape.layers))

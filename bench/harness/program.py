@@ -223,11 +223,10 @@ def failing() -> Iterator[None]:
 
     SIGTERM leaves its blocks as an error does: servers and temporary folders go, too.
     """
-    from bench.harness.client import UnusableServer
+    from bench.harness.client import RequestError, UnusableServer
     from bench.harness.machine import MachineError
     from bench.harness.server import ServerError, unwind_when_terminated
     from bench.workload.base import WorkloadError
-    from hcache_backend.cli.common import RequestError
 
     known = UnusableServer, RequestError, MachineError, ServerError, WorkloadError, OSError
     unwind_when_terminated()

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import ByteSize
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 from typer import Argument, Exit, Option, echo
 
-from hcache_backend.config import HCacheConfig, config_from_environment, parse_config
-from hcache_backend.plan.model_config import read_dtype, read_hybrid
-from hcache_backend.plan.model_shape import ModelShape, PlannedCodec, Sides
+from hcache_backend.config import HCacheConfig, options_from_environment, parse_config
+from hcache_backend.plan import model_config
+from hcache_backend.plan.model_shape import PlannedCodec
 from hcache_backend.server_report import ServerReport
 from hcache_backend.store import is_store_folder
 
@@ -34,20 +32,34 @@ Codec = Annotated[PlannedCodec, Option(help="Option `codec` of the server.")]
 Ranks = Annotated[int, Option("--tp", min=1, help="Tensor-parallel ranks.")]
 
 _DIGITS = {"namespace": 8, "key": 12, "writer": 8}  # that tables show
-screen = Console()
-errors = Console(stderr=True)
+_WIDE = 10_000  # of what is no terminal: a program that reads a table wants a row in one line
+
+
+class _Console(Console):
+    """Prints texts as they are: names of models and folders are others', and no markup."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
+        if not self.is_terminal:
+            self.width = _WIDE
+
+    def render_str(self, text: str, *args: Any, **options: Any) -> Text:
+        return super().render_str(printable(text), *args, **options)
+
+
+def printable(text: str) -> str:
+    """``text`` with escapes for what would move the cursor, or is no character."""
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text
+    )
+
+
+screen = _Console()
+errors = _Console(stderr=True)
 
 
 class Failure(Exception):
     """Why a command cannot do its work, in one line. The command prints it and ends with 2."""
-
-
-class RequestError(Failure):
-    """A server refused a request, or did not finish it; ``status`` is its answer's, or 0."""
-
-    def __init__(self, message: str, status: int = 0) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def settings(*dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
@@ -55,7 +67,7 @@ def settings(*dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
     given = {name: value for name, value in options.items() if value is not None}
     if folders := [path.absolute() for paths in dirs for path in paths or ()]:
         given["dirs"] = folders
-    return parse_config(given, "hcache", config_from_environment())
+    return parse_config(given, "hcache", options_from_environment())
 
 
 def existing_store(*dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
@@ -67,52 +79,16 @@ def existing_store(*dirs: Sequence[Path] | None, **options: object) -> HCacheCon
     return config
 
 
-def served_model(path: Path, tp: int = 1) -> tuple[ModelShape, Sides | None, str]:
-    """A model, what its layers beside the full-attention ones keep, and its dtype; raises a Failure
-    if ``tp`` ranks cannot divide its heads."""
-    (shape, sides), dtype = read_hybrid(path), read_dtype(path)
+def served_model(path: Path, tp: int = 1) -> model_config.Model:
+    """A model; raises a Failure if ``tp`` ranks cannot divide its heads."""
+    model = model_config.read_model(path)
+    shape = model.shape
     if shape.heads % tp:
         raise Failure(f"--tp {tp}: must divide the model's {shape.heads} attention heads")
     if not shape.latent and shape.kv_heads % tp and tp % shape.kv_heads:
         known = f"the model's {shape.kv_heads} KV heads"
         raise Failure(f"--tp {tp}: must divide {known}, or be a multiple")
-    return shape, sides, dtype
-
-
-def ask(server: str, path: str, seconds: float, *, body: Any = None, key: str | None = None) -> str:
-    """The answer of the server at ``HOST:PORT``, or ``http://HOST:PORT``. Pauses in it are no
-    longer than ``seconds``. ``body`` is posted as JSON if it is not None; ``key`` is the server's
-    API key. Raises a RequestError."""
-    whole = server if "://" in server else f"http://{server}"
-    if not whole.startswith(("http://", "https://")):
-        raise RequestError(f"{server!r} is no address of a server; it must be http://HOST:PORT")
-    headers = {"Content-Type": "application/json"}
-    headers |= {"Authorization": f"Bearer {key}"} if key else {}
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        request = urllib.request.Request(f"{whole.rstrip('/')}/{path}", data, headers)
-        try:
-            answer = urllib.request.urlopen(request, timeout=seconds)
-        except urllib.error.HTTPError as error:
-            answer = error
-        with answer:
-            text: str = answer.read().decode(errors="replace")
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        why = getattr(error, "reason", error)
-        raise RequestError(f"the server does not answer: {why}") from None
-    if answer.status >= 400:
-        said = "give its --api-key" if answer.status in (401, 403) else error_text(text)
-        raise RequestError(f"{answer.status}: {said}", answer.status)
-    return text
-
-
-def error_text(text: str) -> str:
-    """The message in an error of SGLang."""
-    try:
-        error = json.loads(text)["error"]
-    except (ValueError, LookupError, TypeError):
-        return text.strip()
-    return str(error.get("message", error) if isinstance(error, Mapping) else error).strip()
+    return model
 
 
 def output(found: Any, as_json: bool, show: Callable[[Any], object], failed: bool = False) -> None:
@@ -125,9 +101,9 @@ def output(found: Any, as_json: bool, show: Callable[[Any], object], failed: boo
         raise Exit(1)
 
 
-def say(*texts: object, console: Console = screen, **options: Any) -> None:
+def say(*texts: object, console: Console = screen) -> None:
     """Print texts or tables as they are, in lines as long as they have."""
-    console.print(*texts, sep="\n", highlight=False, soft_wrap=True, **options)
+    console.print(*texts, sep="\n", soft_wrap=True)
 
 
 def table(title: str, *columns: str) -> Table:
@@ -187,5 +163,6 @@ def describe_server(report: ServerReport) -> str:
 
 def progress_bar(*, hidden: bool) -> Progress:
     """A progress bar on standard error, so that output stays clean."""
-    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    _, *others = Progress.get_default_columns()
+    columns = (TextColumn("{task.description}", markup=False), *others, MofNCompleteColumn())
     return Progress(*columns, console=errors, transient=True, disable=hidden)

@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+from rich.text import Text
 from typer import Argument
 
 from hcache_backend import config as options
@@ -73,8 +74,8 @@ def _show(found: dict[str, list[Check]]) -> None:
     for folder, checks in found.items():
         shown = common.table(folder.removesuffix(": "), "", "what", "found")
         for subject, verdict, detail in checks:
-            shown.add_row(f"[{_COLOURS[verdict]}]{verdict}[/]", subject, detail)
-        common.screen.print(shown, highlight=False)
+            shown.add_row(Text(verdict, _COLOURS[verdict]), subject, detail)
+        common.screen.print(shown)
 
 
 def _check_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
@@ -197,13 +198,13 @@ def _seams() -> Check:
 
 def config(
     file: Annotated[
-        Path, Argument(help=f"TOML or JSON: SGLang's extra config, or {options.CONFIG_VARIABLE}.")
+        Path,
+        Argument(help=f"TOML, JSON or YAML: SGLang's extra config, or {options.CONFIG_VARIABLE}."),
     ],
     as_json: common.AsJson = False,
 ) -> None:
     """Check a configuration without a server. Exit status 2: a server would not start with it."""
-    text = f"@{file}" if file.suffix == ".toml" else file.read_text(encoding="utf-8")
-    table: Any = options.load_table(text, str(file))
+    table: Any = options.load_table(f"@{file}", "config")
     kind = options.CONFIG_VARIABLE
     if isinstance(table, dict) and not {"hcache", "module_path"}.isdisjoint(table):
         kind = "extra config"
@@ -217,4 +218,4 @@ def config(
     found = checked.model_dump(mode="json", exclude_unset=True)
     lines = [f"{file}: no errors", *(f"  {name} = {value!r}" for name, value in found.items())]
     said = {"kind": kind, "options": found}
-    common.output(said, as_json, lambda _: common.say(*lines, markup=False))
+    common.output(said, as_json, lambda _: common.say(*lines))

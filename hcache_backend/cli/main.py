@@ -6,14 +6,14 @@ import sqlite3
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 from typer.core import TyperGroup
 
 from hcache_backend import __version__
 from hcache_backend.cli import common, doctor, metrics_page, plan, store
 from hcache_backend.config import ConfigError
 
-_FAILURES = (common.Failure, OSError, sqlite3.Error, ConfigError, UnicodeDecodeError)
+_FAILURES = (common.Failure, OSError, sqlite3.Error, ConfigError, UnicodeError)
 
 
 class _Commands(TyperGroup):
@@ -28,7 +28,8 @@ class _Commands(TyperGroup):
             why = f"this command needs {error.name}: pip install {error.name}"
         except _FAILURES as error:
             why = str(error)
-        common.say(f"[red]hcache:[/red] {escape(why)}", console=common.errors)
+        said = Text.assemble(("hcache:", "red"), f" {common.printable(why)}")
+        common.say(said, console=common.errors)
         raise typer.Exit(2)
 
 

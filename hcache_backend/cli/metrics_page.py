@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import time
+import urllib.error
+import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +24,11 @@ from typer import Argument, Option
 
 from hcache_backend import metrics
 from hcache_backend.cli import common
-from hcache_backend.cli.common import SERVER, Failure, RequestError, ask, screen, table
+from hcache_backend.cli.common import SERVER, Failure, screen, table
 
+_SILENCE = 5.0  # seconds
+# Without the environment's proxies, which may not know the server: no_proxy has no 127.0.0.0/8.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 PROMPT = ("sglang:prefill_effective_tokens_total", "mode")  # prompt tokens by their source
 
 
@@ -42,13 +48,21 @@ class MetricsPage(NamedTuple):
 
 def fetch(url: str) -> MetricsPage:
     """The metrics of the server at ``http://host:port``, or ``host:port``. Raises NoMetrics."""
+    server = url.rstrip("/").removesuffix("/metrics")
+    whole = server if "://" in server else f"http://{server}"
+    if not whole.startswith(("http://", "https://")):
+        raise NoMetrics(f"{server!r} is no address of a server; it must be http://HOST:PORT")
     try:
-        return parse(ask(url.rstrip("/").removesuffix("/metrics"), "metrics", seconds=5.0))
-    except RequestError as error:
-        why = f"/metrics answered {error}" if error.status else str(error)
-        if error.status == 404:
+        with _DIRECT.open(f"{whole}/metrics", timeout=_SILENCE) as answer:
+            return parse(answer.read().decode(errors="replace"))
+    except urllib.error.HTTPError as error:
+        error.close()
+        why = f"/metrics answered {error.code}"
+        if error.code == 404:
             why = "the server answers and has no /metrics: start it with --enable-metrics"
-        raise NoMetrics(why) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        why = f"the server does not answer: {getattr(error, 'reason', error)}"
+    raise NoMetrics(why)
 
 
 def parse(text: str) -> MetricsPage:
@@ -146,5 +160,5 @@ def picture(servers: Sequence[Mapping[str, Any]]) -> Columns:
                 counts.add_row(f"{kind} {name}", rate, f"{totals[name]:,.1f}")
         state = {k: v for k, v in seen.items() if v and k not in ("url", "totals", "per_second")}
         said = Text("\n".join(f"{name}: {value}" for name, value in state.items()))
-        panels.append(Panel.fit(Group(said, counts), title=seen["url"], title_align="left"))
+        panels.append(Panel.fit(Group(said, counts), title=Text(seen["url"]), title_align="left"))
     return Columns(panels)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ByteSize
+from rich.text import Text
 from typer import Argument, Option
 
 from hcache_backend.cli import common
@@ -133,7 +134,7 @@ def _show(result: PartitionPlan, notes: list[str], path: Path) -> None:
         f"{path}: {model.family}, {model.layers} layers, hidden size {model.hidden}, "
         f"{model.attention} ({model.heads} heads, {model.kv_heads} of KV)\n"
         f"{_machine(result)}, {result.tokens:,} tokens\n",
-        f"[bold]{describe(result.partition)}[/bold]\n",
+        Text(f"{describe(result.partition)}\n", "bold"),
         methods,
         f"\nBytes per token and layer: {model.hidden_bytes:,} as hidden states, "
         f"{model.kv_bytes:,} as KV.\n",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hcache_backend.config import ConfigError
 from hcache_backend.plan.model_shape import Latent, ModelShape, Sides
@@ -14,11 +14,18 @@ _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "n_head_kv")
+_KV_HEADS = (
+    "num_key_value_heads", "num_kv_heads", "kv_n_heads", "n_head_kv", "multi_query_group_num",
+    "num_attention_groups",
+)  # fmt: skip
 _HEAD_DIM = ("head_dim", "kv_channels")
 _MLP_WIDTH = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_ACTIVE = ("num_experts_per_tok", "moe_top_k", "moe_topk", "num_experts_per_token")
+_ACTIVE = ("num_experts_per_tok", "moe_top_k", "moe_topk", "num_experts_per_token", "moe_k")
+_EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size")
+_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+_SHARED_WIDTH = ("shared_expert_intermediate_size", "share_expert_dim")
+_DENSE_FIRST = ("first_k_dense_replace", "moe_layer_start_index")
 _DTYPES = {
     "float32": "float32", "float": "float32", "bfloat16": "bfloat16",
     "float16": "float16", "half": "float16", "auto": "float16",
@@ -33,34 +40,47 @@ _NOT_GATED = _FOUR_WIDE | {"gpt_neox", "nemotron", "opt", "persimmon", "phi", "s
 # Layers with a state, instead of a KV cache that grows with every token.
 _STATE_LAYERS = frozenset(("linear_attention", "mamba", "mamba2", "recurrent", "conv", "rwkv"))
 _WINDOW_LAYERS = frozenset(("sliding_attention", "chunked_attention", "local_attention"))
-_STATE_FIELDS = (
-    "hybrid_override_pattern", "layers_block_type", "attn_layer_period", "mamba_d_state",
-    "linear_num_value_heads", "ssm_cfg",
-)  # fmt: skip
-_DELTA_NET = (  # without "linear_"
-    "num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim",
+_FULL_LAYERS = frozenset(("full_attention", "attention", "global_attention", "full"))
+# Architectures whose windows SGLang keeps in a pool of their own. Windows of others take K and V of
+# all tokens, as full attention does.
+_WINDOW_POOLS = (
+    "GptOss", "GraniteSWA", "GraniteMoeSWA", "IQuestQ1", "Laguna", "Mellum", "MiMoV2",
+    "Llama4ForConditionalGeneration", "Step3p5", "Step3p7",
 )  # fmt: skip
 _STATE = (
     "layers with a recurrent state instead of KV; there is no partition for them, the server "
     "stores K and V of the full-attention layers, and states, in KV mode"
 )
+_UNPLANNED = dict.fromkeys(
+    (
+        "hybrid_override_pattern", "layers_block_type", "attn_layer_period", "mamba_d_state",
+        "linear_num_value_heads", "ssm_cfg", "linear_attn_config", "layer_group_size",
+    ),
+    _STATE,
+) | {
+    "block_configs": "layers with other heads or none (Nemotron-NAS), which are not planned",
+    "compress_ratios": "layers that keep fewer tokens (DeepSeek-V4), which are not planned",
+    "global_head_dim": "layers with other heads (Gemma 4), which are not planned",
+}  # fmt: skip
+_DELTA_NET = (  # without "linear_"
+    "num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim",
+)  # fmt: skip
 
 
-def read_model(path: Path) -> ModelShape:
-    """Shape of the model of a ``config.json`` or a folder; raises ConfigError."""
-    return shape_from_config(*_read(path))
+class Model(NamedTuple):
+    """A model; ``sides`` is what its layers beside the full-attention ones keep, and ``dtype`` is
+    ``bfloat16``, ``float16`` or ``float32``."""
+
+    shape: ModelShape
+    sides: Sides | None
+    dtype: str
 
 
-def read_hybrid(path: Path) -> tuple[ModelShape, Sides | None]:
-    """Also of a model with recurrent states whose size is known."""
-    given = _read(path)
-    sides = _sides(_Fields(*given))
-    return shape_from_config(*given, states=sides is not None), sides
-
-
-def read_dtype(path: Path) -> str:
-    """Value type of the model: ``bfloat16``, ``float16`` or ``float32``; raises ConfigError."""
-    return _dtype(_Fields(*_read(path)))
+def read_model(path: Path) -> Model:
+    """The model of a ``config.json`` or a folder; raises ConfigError."""
+    fields = _Fields(*(given := _read(path)))
+    sides = _sides(fields)
+    return Model(shape_from_config(*given, states=sides is not None), sides, _dtype(fields))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
@@ -84,6 +104,8 @@ def shape_from_config(table: Mapping[str, Any], source: str, *, states: bool = F
     fields = _Fields(table, source)
     if not states:
         _require_kv_cache(fields)
+    twice = 1 + fields.family.startswith("longcat_flash")  # two attentions in a layer
+    loops = fields.integer("loops over the layers", ("loop_num", "num_loops"), twice)
     hidden = fields.integer("hidden size", _HIDDEN)
     heads = fields.integer("number of attention heads", _HEADS)
     if latent := _latent(fields):
@@ -95,7 +117,7 @@ def shape_from_config(table: Mapping[str, Any], source: str, *, states: bool = F
         value_dim = fields.integer("head size of V", ("v_head_dim",), head_dim)
     return ModelShape(
         family=fields.family,
-        layers=fields.integer("number of layers", _LAYERS),
+        layers=fields.integer("number of layers", _LAYERS) * loops,
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
@@ -121,6 +143,7 @@ class _Fields:
             if isinstance(merged.get(part), dict):
                 merged = {**merged[part], **merged}
         self._table, self._source = merged, source
+        self.architecture = str(next(iter(table.get("architectures") or ()), ""))
         self.family = str(merged.get("model_type") or "unknown")
 
     def get(self, name: str) -> Any:
@@ -130,6 +153,10 @@ class _Fields:
         """The first of ``names`` that is present, a positive integer."""
         for name in (name for name in names if self.get(name) is not None):
             value = self.get(name)
+            if isinstance(value, list) and value and value.count(value[0]) == len(value):
+                value = value[0]  # of every layer (Hunyuan, Gemma 3n)
+            if value == 0 and default is not None:
+                continue  # "not used": DeepSeek-OCR's v_head_dim, experts of a dense model
             if type(value) is not int or value <= 0:
                 raise self.wrong(name, "must be a positive integer")
             return value
@@ -150,9 +177,9 @@ def _require_kv_cache(fields: _Fields) -> None:
     if fields.get("is_encoder_decoder") is True:
         right = "must be false: only decoder-only models have KV to restore"
         raise fields.wrong("is_encoder_decoder", right)
-    for name in _STATE_FIELDS:
+    for name, meaning in _UNPLANNED.items():
         if fields.get(name) is not None:
-            raise fields.wrong(name, f"means {_STATE}")
+            raise fields.error(f"field {name!r} means {meaning}")
     if state := sorted(_STATE_LAYERS & set(_layer_types(fields))):
         raise fields.error(f"field 'layer_types' has {', '.join(state)}: {_STATE}")
 
@@ -162,15 +189,21 @@ def _layer_types(fields: _Fields) -> list[str]:
         return []
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise fields.wrong("layer_types", "must be a list with the kind of every layer")
+    if unknown := sorted(set(value) - _STATE_LAYERS - _WINDOW_LAYERS - _FULL_LAYERS):
+        what = "a kind of layer whose cache is not known"
+        raise fields.error(f"field 'layer_types' has {', '.join(unknown)}: {what}")
     return value
 
 
 def _sides(fields: _Fields) -> Sides | None:
     """None: there are none with a pool of their own, or their size is unknown."""
-    count, kinds = fields.integer("number of layers", _LAYERS), _layer_types(fields)
+    count = fields.integer("number of layers", _LAYERS)
+    kinds = _layer_types(fields)[:count]  # Step-3.5's list has its draft layers, too
     pattern, interval = fields.get("hybrid_layer_pattern"), fields.get("full_attention_interval")
     if isinstance(pattern, list):
         kinds = ["sliding_attention" if windowed else "full" for windowed in pattern]
+    elif fields.family.startswith("llama4"):
+        kinds = ["chunked_attention" if n % 4 else "full" for n in range(1, count + 1)]
     elif not kinds and interval:
         kinds = ["linear_attention" if n % interval else "full" for n in range(1, count + 1)]
     windows, states = (sum(kind in of for kind in kinds) for of in (_WINDOW_LAYERS, _STATE_LAYERS))
@@ -180,14 +213,14 @@ def _sides(fields: _Fields) -> Sides | None:
         )
         inputs = (2 * key_heads * key + value_heads * value) * (width - 1) * 2
         return Sides("state", states, states * (4 * value_heads * key * value + inputs))
-    if windows in (0, count) or states or fields.family.startswith(("gemma2", "gemma3")):
+    if windows == 0 or states or not fields.architecture.startswith(_WINDOW_POOLS):
         return None
     heads = fields.integer("number of attention heads", _HEADS)
     head_dim = _head_dim(fields, fields.integer("hidden size", _HIDDEN), heads)
     kv_heads = fields.integer("KV heads", ("swa_num_key_value_heads",), _kv_heads(fields, heads))
     key = fields.integer("head size", ("swa_head_dim",), head_dim)
     value = fields.integer("head size of V", ("swa_v_head_dim",), key)
-    tokens = fields.integer("tokens of a window", ("sliding_window",))
+    tokens = fields.integer("tokens of a window", ("sliding_window", "attention_chunk_size"))
     element = 4 if _dtype(fields) == "float32" else 2
     return Sides("window", windows, windows * tokens * kv_heads * (key + value) * element)
 
@@ -200,7 +233,7 @@ def _windowed(fields: _Fields) -> bool:
 
 
 def _latent(fields: _Fields) -> Latent | None:
-    if fields.get("kv_lora_rank") is None:
+    if fields.get("kv_lora_rank") is None or fields.get("use_mla") is False:
         return None
     rank = fields.integer("width of the latent", ("kv_lora_rank",))
     rope_dim = fields.integer("head size of RoPE", ("qk_rope_head_dim",))
@@ -220,9 +253,7 @@ def _head_dim(fields: _Fields, hidden: int, heads: int) -> int:
 
 
 def _kv_heads(fields: _Fields, heads: int) -> int:
-    if fields.get("multi_query_attention") is True:  # ChatGLM
-        kv_heads = fields.integer("number of KV heads", ("multi_query_group_num",), 1)
-    elif fields.get("multi_query") is True and not fields.get("new_decoder_architecture"):
+    if fields.get("multi_query") is True and not fields.get("new_decoder_architecture"):
         kv_heads = 1  # Falcon-7B, GPT-BigCode: whatever num_kv_heads says
     else:
         kv_heads = fields.integer("number of KV heads", _KV_HEADS, heads)
@@ -250,25 +281,27 @@ def _mlp_width(fields: _Fields, hidden: int) -> int:
     if experts == 1:
         width = fields.integer("width of the MLP", _MLP_WIDTH, default)
         return width // 2 if fields.family == "qwen" else width  # Qwen-1 counts gate and up as one
-    expert = fields.integer("width of an expert", ("moe_intermediate_size", *_MLP_WIDTH))
+    expert = fields.integer("width of an expert", (*_EXPERT_WIDTH, *_MLP_WIDTH))
     dense = fields.integer("width of the MLP", ("intermediate_size_mlp", *_MLP_WIDTH), expert)
     sparse = fields.integer("number of active experts", _ACTIVE) * expert
-    if fields.get("shared_expert_intermediate_size"):
-        sparse += fields.integer("width of the shared expert", ("shared_expert_intermediate_size",))
-    elif fields.get("n_shared_experts"):
-        sparse += fields.integer("number of shared experts", ("n_shared_experts",)) * expert
-    elif fields.family.startswith("llama4"):
-        sparse += expert  # its one shared expert is not in the config
+    if fields.family.startswith("longcat_flash"):  # experts beside every other dense MLP
+        return dense + sparse // 2
+    if shared := fields.integer("width of the shared expert", _SHARED_WIDTH, 0):
+        sparse += shared
+    else:  # the one of Llama 4 is not in its config
+        llama4 = int(fields.family.startswith("llama4"))
+        sparse += expert * fields.integer("number of shared experts", _SHARED, llama4)
     layers = fields.integer("number of layers", _LAYERS)
     sparse_layers = sum(_is_sparse(fields, layer) for layer in range(layers))
     return round((sparse * sparse_layers + dense * (layers - sparse_layers)) / layers)
 
 
 def _is_sparse(fields: _Fields, layer: int) -> bool:
-    dense_first = fields.get("first_k_dense_replace")
-    if dense_first and layer < fields.integer("dense layers", ("first_k_dense_replace",)):
+    if layer < max(fields.integer("dense layers", (name,), 0) for name in _DENSE_FIRST):
         return False
     if layer in (fields.get("mlp_only_layers") or ()):
         return False
+    if isinstance(listed := fields.get("moe_layers_enum"), str):  # Step3: "4,5,6"
+        return str(layer) in listed.split(",")
     step = fields.integer("step", ("decoder_sparse_step", "interleave_moe_layer_step"), 1)
     return (layer + 1) % step == 0

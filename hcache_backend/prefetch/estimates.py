@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from hcache_backend.plan.restore import Restore
 from hcache_backend.prefetch.prefetch import Hit, Prefetch
@@ -162,6 +163,15 @@ class Reading:
         return near if self.shared and self.tokens >= near else 0
 
 
+def waited_for_core(thread: int) -> float:
+    """Seconds in which a thread of this process could run and had no core; 0 if unknown."""
+    try:
+        _, waited, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text("ascii").split()
+    except (OSError, ValueError):
+        return 0.0
+    return int(waited) / 1e9
+
+
 class L3Progress:
     """HiCache's threads report their work here; any thread may ask for the state of L3."""
 
@@ -169,23 +179,25 @@ class L3Progress:
         self, estimates: Estimates | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.estimates = estimates or Estimates()
-        self.clock = clock
+        self.clock, self.core_wait = clock, waited_for_core
         self.reading: Reading | None = None  # the prefetch that is being read
-        self._looking_since: float | None = None
+        self._looking: tuple[float, float, int] | None = None  # since when, core_wait then, thread
 
     @contextmanager
     def looking(self) -> Iterator[None]:
         """L3 looks up within the block."""
-        self._looking_since = self.clock()
+        thread = threading.get_native_id()
+        self._looking = self.clock(), self.core_wait(thread), thread
         try:
             yield
         finally:
-            self._looking_since = None
+            self._looking = None
 
     def may_take_longer(self, seconds: float) -> None:
         """Allow the present look-up ``seconds`` more."""
-        if self._looking_since is not None:
-            self._looking_since += seconds
+        if self._looking is not None:
+            start, waited, thread = self._looking
+            self._looking = start + seconds, waited, thread
 
     def arrived(self, tokens: int) -> None:
         reading = self.reading
@@ -216,9 +228,11 @@ class L3Progress:
             self.reading.gave_up = self.reading.gave_up or gave_up
 
     def seems_stalled(self, now: float) -> bool:
-        looking, reading = self._looking_since, self.reading
-        if looking is not None and now - looking > STALLED_SECONDS:
-            return True
+        looking, reading = self._looking, self.reading
+        if looking is not None and now - looking[0] > STALLED_SECONDS:
+            start, waited, thread = looking  # a busy processor is not the disk's fault
+            if now - start - (self.core_wait(thread) - waited) > STALLED_SECONDS:
+                return True
         if reading is None:
             return False
         computing = self.estimates.prefill.seconds(reading.step) or 0.0

@@ -160,8 +160,9 @@ class Backups:
         self._again.clear()
 
     def finish(self) -> None:
-        """Wait for running backups, for a limited time, before the weights change: SGLang ends a
-        server whose caches cannot be flushed then. Every rank calls it in the same turn."""
+        """Wait for running backups, for a limited time, before the weights change or the memory of
+        the GPU is released: SGLang ends a server whose caches cannot be flushed then. Every rank
+        calls it in the same turn."""
         cache = self._cache
         self.forget()
         if not self.on or cache is None or cache.ongoing_load_back or cache.ongoing_prefetch:
@@ -169,7 +170,7 @@ class Backups:
         if not self._backups_end(cache, time.monotonic() + _FINISH_SECONDS):
             logger.warning(
                 f"hcache: backups did not end in {_FINISH_SECONDS:g} s: SGLang may be unable to "
-                "flush its caches after this weight update, and then ends the server"
+                "flush its caches now, and then ends the server"
             )
 
     def stop(self, cache: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from hcache_backend.metrics import logger
 from hcache_backend.sglang import disaggregation, model_runner, radix_cache, storage_threads
 from hcache_backend.sglang.hook_registry import install
-from hcache_backend.sglang.scheduler import BATCH, COMPUTED, RECEIVED, REQUEST
+from hcache_backend.sglang.scheduler import BATCH, COMPUTED, RECEIVED, RELEASE, REQUEST
 
 HIDDEN = [model_runner.ATTENTION, model_runner.FORWARD]
 EXCHANGE = [model_runner.FORWARD]  # of latents between ranks
@@ -16,8 +16,8 @@ EXCHANGE = [model_runner.FORWARD]  # of latents between ranks
 RECOMPUTE = [model_runner.ATTENTION, radix_cache.LOAD_BACK, RECEIVED]
 # HiCache's turn in every turn of the scheduler, and its reports
 OWN_PAGES = [radix_cache.TURN, radix_cache.DRAIN]
-# L3 hears of used pages in L1 and L2, and gets them with their beginnings; waiting requests keep
-# theirs
+# L3 hears of used pages in L1 and L2, and gets them with their beginnings, also before the memory of
+# the GPU is released; waiting requests keep theirs
 USES = [
     radix_cache.DRAIN,
     BATCH,
@@ -28,6 +28,7 @@ USES = [
     RECEIVED,
     radix_cache.WRITTEN,
     storage_threads.BACKUP,
+    RELEASE,
 ]
 HITS = [
     RECEIVED,

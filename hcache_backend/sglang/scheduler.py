@@ -43,7 +43,8 @@ def around_received(original: Original, scheduler: Any, req: Any, *a: Any, **kw:
         metrics.PROBLEMS.count("look_up")
         if type(error) not in _look_up_failures:
             _look_up_failures.add(type(error))
-            told = "hcache: SGLang cannot look up request %s in L3 (logged once): %r"
+            told = "hcache: SGLang cannot look up request %s in L3, and goes on without it (logged "
+            told += "once): %r. All but the first turn of a streaming session are such requests"
             logger.warning(told, req.rid, error)
         return None
     with harmless():
@@ -88,6 +89,14 @@ def after_batch(
     return done
 
 
+def before_release(original: Original, weight_manager: Any, *a: Any, **kw: Any) -> Any:
+    """Around ``release_memory_occupation``, which ends a server whose backups still run."""
+    l3 = our_l3(getattr(weight_manager.scheduler, "tree_cache", None))
+    if l3 is not None:
+        l3.backups.finish()
+    return original(weight_manager, *a, **kw)
+
+
 def _prefill_work(batch: Any) -> tuple[int, float, int] | None:
     """Tokens that a prefill computes, on average before them, and from L3; None: more than that."""
     if not batch.forward_mode.is_extend() or batch.forward_mode.is_mixed():
@@ -120,4 +129,6 @@ def _after_request(original: Original, req: Any, *a: Any, **kw: Any) -> None:
 RECEIVED = Hook(_SCHEDULER + "_prefetch_kvcache", around_received)
 BATCH = Hook(_SCHEDULER + "run_batch", around_batch)
 COMPUTED = Hook(_SCHEDULER + "process_batch_result", after_batch)
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+RELEASE = Hook(_MANAGER + "release_memory_occupation", before_release)
 REQUEST = Hook("sglang.srt.managers.schedule_batch.Req.__init__", _after_request, OnError.END_L3)

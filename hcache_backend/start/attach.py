@@ -46,8 +46,8 @@ def bootstrap(runner: Any) -> None:
     runtime = remember(runner)
     args = resolved(runner.server_args)
     extra = _our_extra_config(args)
-    if extra is None and options.ENABLE_VARIABLE not in os.environ:
-        if options.CONFIG_VARIABLE in os.environ:
+    if extra is None and not os.environ.get(options.ENABLE_VARIABLE):
+        if os.environ.get(options.CONFIG_VARIABLE):
             logger.warning("hcache: HCACHE_CONFIG is ignored; set HCACHE_ENABLE=1, too")
         return
     if not or_stop(options.is_enabled) and extra is None:
@@ -282,8 +282,9 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
     options.check_extra_config(extra)
     check_arguments(resolved(runtime.runner.server_args))
     asked_for = extra.get("hcache")
-    config = options.parse_config(asked_for, "hcache", runtime.config)
-    started = runtime.config or HCacheConfig()
+    inherited = runtime.config.model_dump(exclude_unset=True) if runtime.config else None
+    config = options.parse_config(asked_for, "hcache", inherited)
+    started = runtime.config or HCacheConfig(dirs=config.dirs)
     in_mode = f"runs in {runtime.mode or 'kv'} mode"
     if runtime.mode != "hidden":
         in_mode += f" ({runtime.reason or STARTED_WITHOUT_US})"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hcache_backend.config import ConfigError, HCacheConfig
+from hcache_backend.format.page import hidden_layer
 from hcache_backend.metrics import logger
 from hcache_backend.plan.measure import Bench, device_name, measure, read_rate
 from hcache_backend.plan.model_config import shape_from_config
@@ -67,9 +68,9 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
         first = stages.is_first_rank and stage.is_first_rank
         found = or_stop(lambda: find_profile(runtime, config, kvcache, shape) if first else None)
         profile = stages.all_gather_object(stage.all_gather_object(found)[0])[0]
-    _, shards = shard_of_rank(0, ranks, int(kvcache.page_size))
+    shard = shard_of_rank(0, ranks, int(kvcache.page_size))
     if profile is not None:
-        profile = profile.model_copy(update={"gathers": True} if shards > 1 else None)
+        profile = profile.model_copy(update={"gathers": True} if shard.of > 1 else None)
     l3: L3Path = "overlapped" if eager else "first"
     l3 = "none" if args.hicache_storage_backend is None else l3
     tokens = min(int(runtime.runner.model_config.context_len), size)
@@ -77,12 +78,13 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
     restore = Restore(profile, shape, every_kv, ranks, min(CHUNK_TOKENS, size), eager=eager)
     if decision is None:
         kv_bytes = kv_share * page_plan.kv_bytes_per_token(kvcache)
+        width = int(runtime.runner.model_config.hidden_size)
+        layer = hidden_layer(int(kvcache.page_size), row_bytes, width)
         given = page_plan.host_bytes(kvcache, args.hicache_size, args.hicache_ratio)
 
         def leaves_room(partition: Partition) -> bool:
             """True if host memory holds enough tokens besides hidden states of the device's."""
-            token = (partition.hidden * row_bytes / shards) + partition.kv * kv_bytes / layers
-            host = given / token - (size if partition.hidden else 0)
+            host = page_plan.host_tokens(kvcache, layer, shard, kv_share, partition, given)
             least = min(_LEAST_HOST_SHARE * size, given / kv_bytes)
             return partition == every_kv or host >= least
 
@@ -221,6 +223,7 @@ def model_shape(
         return None
     found = {"layers": int(kvcache.layer_num), "hidden_row_bytes": row_bytes}
     found["element_bytes"] = runner.dtype.itemsize
+    found["kv_heads"] = shape.heads if shape.latent else runner.model_config.get_num_kv_heads(1)
     found["kv_element_bytes"] = kvcache.dtype.itemsize
     shape = shape.model_copy(update=found)
     encoded = {"kv_row_bytes": round(kv_share * shape.kv_bytes)} if kv_share != 1.0 else None

@@ -20,11 +20,11 @@ from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.checks.comparison import first_problem
 from hcache_backend.checks.probe import Probe
 from hcache_backend.config import HCacheConfig
-from hcache_backend.format.page import PageLayout
+from hcache_backend.format.page import PageLayout, StoredLayer
 from hcache_backend.format.units import WHOLE, Shard
 from hcache_backend.host.segments import KVSegments, page_layout
 from hcache_backend.metrics import logger
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.paged_pool import planes_of
 from hcache_backend.projection.projector import Projector
@@ -318,6 +318,18 @@ def kv_bytes_per_token(kvcache: Any) -> int:
 def host_bytes(kvcache: Any, size_gb: float, ratio: float) -> float:
     """Bytes of host memory for HiCache; arguments as in :func:`plan_host_pages`."""
     return size_gb * 1e9 if size_gb > 0 else ratio * kvcache.size * kv_bytes_per_token(kvcache)
+
+
+def host_tokens(
+    kvcache: Any, hidden: StoredLayer, shard: Shard, kv_share: float, stored: Partition, size: float
+) -> float:
+    """Tokens that ``size`` bytes of host memory hold besides ``hidden`` states of the device's. The
+    header of a small page takes as much as its tokens."""
+    header = PageLayout(kvcache.page_size, (hidden,) * kvcache.layer_num, shard).header_bytes
+    rows = stored.hidden * sum(segment.length_in(shard) for segment in hidden.segments)
+    kv = stored.kv * kv_share * kv_bytes_per_token(kvcache) / kvcache.layer_num
+    token = kv + (header + rows) / kvcache.page_size
+    return size / token - (kvcache.size if stored.hidden else 0)
 
 
 def plan_host_pages(

@@ -124,7 +124,8 @@ class SharedBackend:
 def make_backend(option: SharedOption, config: HiCacheStorageConfig) -> SharedBackend:
     """The backend that ``option`` names, made by SGLang for the rank of ``config``. Raises
     ConfigError: a wrong option of its own, a missing package, a service that is silent."""
-    named = {"backend": option.backend, "config": sorted(option.config)}  # values may be secrets
+    theirs = option.config.get_secret_value()
+    named = {"backend": option.backend, "config": sorted(theirs)}
     where = f"hcache: option 'shared' is {named}: "
     variable = _FOLDERS.get(option.backend, "")
     folder = os.environ.get(variable)
@@ -134,7 +135,7 @@ def make_backend(option: SharedOption, config: HiCacheStorageConfig) -> SharedBa
     own = replace(
         config,
         model_name=None,  # values are named by content, and it may be a path of this machine
-        extra_config=dict(option.config),
+        extra_config=dict(theirs),
         enable_storage_metrics=False,
         is_page_first_layout=True,
         tp_lcm_size=None,
@@ -144,7 +145,10 @@ def make_backend(option: SharedOption, config: HiCacheStorageConfig) -> SharedBa
 
     def create() -> SharedBackend:
         if option.backend == "file" and folder:  # SGLang's fails if two ranks make it at once
-            Path(folder).mkdir(parents=True, exist_ok=True)
+            Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+            if Path(folder).stat().st_mode & 0o007:  # files have the modes that SGLang gives them
+                open_to_all = "other users can enter %s, and read what users wrote: chmod o= it"
+                logger.warning(f"hcache: the shared L3: {open_to_all}", folder)
         backend = StorageBackendFactory.create_backend(option.backend, own, None)
         made = SharedBackend(backend, option)
         if given_up.is_set():
@@ -156,8 +160,11 @@ def make_backend(option: SharedOption, config: HiCacheStorageConfig) -> SharedBa
     except GivenUp as error:
         given_up.set()
         raise ConfigError(f"{where}it {error}") from None
-    except Exception as error:
-        raise ConfigError(f"{where}{type(error).__name__}: {error}") from error
+    except Exception as error:  # which quotes what it does not like
+        said = f"{type(error).__name__}: {error}"
+        for secret in (value for value in theirs.values() if value and isinstance(value, str)):
+            said = said.replace(secret, "***")
+        raise ConfigError(f"{where}{said}") from None
 
 
 _Result = TypeVar("_Result")

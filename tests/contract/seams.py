@@ -36,6 +36,9 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     "kvcache": _KV_POOL,
     "_kvcache": _KV_POOL,
     "layer_done_counter": ("sglang.srt.managers.cache_controller.LayerDoneCounter",),
+    "weight_manager": (
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager",
+    ),
     "mem_pool_device": _KV_POOL,
     "memory": ("sglang.srt.arg_groups.fields.memory",),
     "_metrics": ("sglang.srt.observability.metrics_collector.StorageMetrics",),

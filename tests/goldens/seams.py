@@ -86,7 +86,7 @@ def _watch_scheduler(trace: Trace) -> None:
             if _has_virtual_time(name) and hasattr(module, "time"):
                 setattr(module, "time", clock)  # noqa: B010
         runtime = current()
-        runtime.l3.clock = clock.monotonic
+        runtime.l3.clock, runtime.l3.core_wait = clock.monotonic, lambda thread: 0.0
         if runtime.hit_gate is not None:
             runtime.hit_gate.gpu._clock = clock.monotonic
         trace.rank = dist.get_rank() if dist.is_initialized() else 0

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from hcache_backend.cli import common, doctor, store
+from hcache_backend.cli import common, doctor, metrics_page, store
 from hcache_backend.cli.common import human_bytes
 from hcache_backend.cli.main import app
 from hcache_backend.config import ConfigError, parse_config, start_config
@@ -122,6 +123,9 @@ def checked(folder: Path, table: Any, *options: str) -> tuple[int, str]:
         {"interface_v1": 0},
         {"dirs": ["/a"]},
         {"prefetch_treshold": 1},
+        {"prefetch_threshold": "64"},
+        {"prefetch_timeout_base": "2s"},
+        {"hicache_storage_pass_prefix_keys": 1},
     ],
 )
 def test_errors_are_those_of_a_start(change: dict[str, Any], tmp_path: Path) -> None:
@@ -136,8 +140,8 @@ def test_errors_are_those_of_a_start(change: dict[str, Any], tmp_path: Path) -> 
     [
         ({**EXTRA, "class_name": "Other"}, "'class_name' is 'Other'; it must be 'HCacheStorage'"),
         ({"hcache": {}}, "'module_path' is None; it must be 'hcache_backend'"),
-        ({"mod": 1}, "HCACHE_CONFIG: unknown option 'mod' (value 1); did you mean 'mode'?"),
-        ("{", "config.json: neither JSON nor @file.toml"),
+        ({"mod": 1}, "HCACHE_CONFIG: unknown option 'mod'; did you mean 'mode'?"),
+        ("{", "config.json': Expecting property name"),
     ],
 )
 def test_a_server_would_not_use_it(table: Any, said: str, tmp_path: Path) -> None:
@@ -154,10 +158,17 @@ def test_a_right_one_shows_its_options(tmp_path: Path) -> None:
     assert json.loads(said) == {"kind": "HCACHE_CONFIG", "options": shown}
 
 
-@pytest.mark.parametrize("name", ["absent.toml", "absent.json"])
+@pytest.mark.parametrize("name", ["absent.toml", "absent.json", "absent"])
 def test_a_file_that_is_not_there(name: str, tmp_path: Path) -> None:
     status, said = hcache("config", tmp_path / name)
-    assert status == 2 and "Traceback" not in said
+    assert status == 2 and "Traceback" not in said and name in said
+
+
+def test_no_secret_is_shown(tmp_path: Path) -> None:
+    options = {"shared": {"backend": "file", "config": {"access_key": "s3cr3t"}}}
+    for form in ((), ("--json",)):
+        status, said = checked(tmp_path, {**EXTRA, "hcache": options}, *form)
+        assert status == 0 and "'file'" in said.replace('"', "'") and "s3cr3t" not in said
 
 
 BY_SPEC = LayerGroup(
@@ -204,6 +215,53 @@ def test_stats_and_ls_say_what_mode_the_last_server_was_in(folder: Path) -> None
     assert listed["pages"] == []
     for last in (found["last_server"], listed["last_servers"][str(folder)]):
         assert (last["mode"], last["reason"], last["codec"]) == ("kv", "LoRA", "exp4")
+
+
+NAMES = (  # of models and folders: texts of others
+    "the KV pool is not [slots, heads, head_dim]",
+    "/models/[/x]m",
+    "[bold]m[/bold]",
+    ":smile:",
+    "[link=file:///x]m",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_are_shown_as_they_are(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name.replace("/", "~")
+    PageStore(parse_config({"dirs": [str(folder)]}, "test"), b"writer-1", background=False).close()
+    write_report(folder, reported(model=name, reason=name))
+    for command in ("stats", "ls", "verify", "doctor"):
+        said = of_store(command, folder) if command != "doctor" else hcache(command, folder)[1]
+        assert str(folder) in said
+        assert command == "verify" or (f"{name}, started" in said and f"; {name}" in said)
+    status, said = hcache("stats", folder / name)
+    assert status == 2 and f"{folder / name} is not a page store" in said
+    with_title = Console(markup=False, width=500)
+    with with_title.capture() as shown:
+        with_title.print(metrics_page.picture([{"url": name, "mode": name}]))
+    assert shown.get().count(name) == 2
+
+
+def test_names_that_move_a_cursor_or_are_no_text_are_escaped(folder: Path) -> None:
+    write_report(folder, reported(model="m\x1b[2J\x07\rn\u202e"))
+    said = of_store("stats", folder)
+    assert "m\\x1b[2J\\x07\\rn\\u202e, started" in said
+    assert not set("\x1b\x07\r\u202e") & set(said)
+    assert common.printable("ü¿ 語\n/mnt/\udce9") == "ü¿ 語\n/mnt/\\udce9"
+
+
+def test_a_row_that_a_program_reads_is_one_line(folder: Path) -> None:
+    """As in ``hcache stats | grep``, whatever the terminal's width was."""
+    done = CliRunner().invoke(app, ["stats", "-d", str(folder)], env={"COLUMNS": "20"})
+    [row] = [line for line in done.output.splitlines() if str(folder) in line]
+    assert len(row.split()) == 8 and done.exit_code == 0
+
+
+@pytest.mark.parametrize("time", [-1.0, 1e12, 1e300, float("nan"), float("inf")])
+def test_a_report_of_no_time_is_no_report(time: float, folder: Path) -> None:
+    write_report(folder, reported(time=time))
+    assert "Last server" not in of_store("stats", folder)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,17 @@ def server() -> Iterator[Pages]:
         yield server
 
 
+def test_no_proxy_hears_of_a_server(server: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    server.pages = [503]
+    with serving(lambda path, body: seen.append(path) or (200, "a proxy")) as proxy:
+        monkeypatch.setenv("http_proxy", proxy)
+        monkeypatch.setenv("no_proxy", "127.0.0.0/8")  # urllib knows no such network
+        with pytest.raises(NoMetrics, match="answered 503"):
+            fetch(server.url)
+    assert seen == []
+
+
 def written() -> str:
     return generate_latest(REGISTRY).decode()
 
@@ -167,7 +178,7 @@ def test_json_has_totals_and_rates(server: Pages, pages: list[str]) -> None:
     assert seen()[1]["per_second"] is None
     server.pages = [503]
     status, found = seen()
-    assert (status, found["error"]) == (1, "/metrics answered 503: ")
+    assert (status, found["error"]) == (1, "/metrics answered 503")
 
 
 @pytest.mark.parametrize(
@@ -211,6 +222,7 @@ def test_the_live_view_goes_on_until_it_is_interrupted(server: Pages, pages: lis
         ("file:///proc/version", "must be http://HOST:PORT"),
         ("ftp://127.0.0.1", "must be http://HOST:PORT"),
         ("http://127.0.0.1:port", "does not answer"),
+        ("http://[::1", "does not answer"),
     ],
 )
 def test_wrong_addresses(address: str, message: str) -> None:

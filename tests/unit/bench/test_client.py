@@ -6,14 +6,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
-from bench.harness.client import Reply, StreamingClient, UnusableServer
+from bench.harness.client import Reply, RequestError, StreamingClient, UnusableServer
 from bench.harness.server import CachedTokens
-from hcache_backend.cli.common import RequestError
 from tests.kit.http import serving
 
 INGEST = str(Path(__file__).resolve().parents[3] / "examples" / "ingest.py")
@@ -112,6 +113,51 @@ def test_an_unreachable_server_is_named() -> None:
         call(url, StreamingClient.server)
     with pytest.raises(UnusableServer, match="flush_cache: the server does not answer"):
         call(url, StreamingClient.flush)
+
+
+def test_a_redirect_takes_the_key_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(307)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(UnusableServer, match="/server_info: 307"):
+            call(url, StreamingClient.server)
+        with pytest.raises(RequestError, match=r"^307"):
+            generate(url)
+        server.shutdown()
+        thread.join()
+    assert asked == ["/server_info", "/generate"]
+
+
+@pytest.mark.parametrize("key", ["s3cr3t\n", "s3cr3t\r\nX: y", "s3cr3t\0"])
+def test_a_key_that_no_header_can_carry_is_not_quoted(key: str) -> None:
+    async def one() -> None:
+        async with StreamingClient("http://127.0.0.1:9", key) as client:
+            await client.server()
+
+    with pytest.raises(UnusableServer, match="/server_info: the server does not ans") as error:
+        asyncio.run(one())
+    assert "s3cr3t" not in str(error.value)
+
+
+def test_a_key_of_the_environment_is_on_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HCACHE_API_KEY", "s3cr3t")
+    for given, sent in ((None, "Bearer s3cr3t"), ("other", "Bearer other")):
+        assert StreamingClient("http://127.0.0.1:9", given)._headers == {"Authorization": sent}
+    assert "s3cr3t" not in ingest("http://127.0.0.1:9", "--help").stdout
 
 
 def ingest(url: str, *arguments: object) -> subprocess.CompletedProcess[str]:

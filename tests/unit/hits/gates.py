@@ -12,11 +12,12 @@ STEP = 128
 
 
 class Gate(HitGate):
-    """One whose clock says ``now``."""
+    """One whose clock says ``now``; its threads have waited ``core`` seconds for a core."""
 
     def __init__(self, machine: Any = None, min_gain: float = 1.0) -> None:
-        self.now = 100.0
+        self.now, self.core = 100.0, 0.0
         l3 = L3Progress(Estimates(machine), lambda: self.now)
+        l3.core_wait = lambda thread: self.core
         super().__init__(l3, Prefetches(), "test", min_gain)
 
 

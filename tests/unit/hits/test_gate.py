@@ -1,6 +1,11 @@
 """Which hits are read, which prefetches end, and what is done while L3 does not answer."""
 
 import math
+import os
+import subprocess
+import sys
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -9,7 +14,11 @@ from hypothesis import strategies as st
 
 from hcache_backend.plan.profile import preset_profile
 from hcache_backend.plan.restore import Partition, Restore
-from hcache_backend.prefetch.estimates import LONGEST_PART_SECONDS, STALLED_SECONDS
+from hcache_backend.prefetch.estimates import (
+    LONGEST_PART_SECONDS,
+    STALLED_SECONDS,
+    waited_for_core,
+)
 from hcache_backend.prefetch.gate import Gpu
 from hcache_backend.prefetch.prefetch import Hit, Meeting, Prefetch, Prefetches, Recomputing, State
 from tests.unit.hits.gates import (
@@ -374,6 +383,35 @@ def test_an_index_that_hangs_is_stalled_as_well(gate: Gate) -> None:
         assert turn(gate, at(gate, "a")) == ["a"]
     assert turn(gate) == []
     assert gate.may_ask("b", 0)
+
+
+def test_a_look_up_without_a_core_is_not_the_disks_fault(gate: Gate) -> None:
+    gate.core = 5.0  # before the look-up
+    with gate.l3.looking():
+        for now, core, stalled in ((0.6, 0.0, True), (0.6, 0.2, False), (3.0, 2.6, False)):
+            gate.core = 5.0 + core
+            assert gate.l3.seems_stalled(gate.now + now) == stalled
+        assert gate.l3.seems_stalled(gate.now + 3.2)
+
+
+def test_linux_tells_how_long_a_thread_waited_for_a_core() -> None:
+    """Two busy processes share the core of this thread, and take it from it."""
+    own, thread = os.sched_getaffinity(0), threading.get_native_id()
+    busy = [sys.executable, "-c", "while True: pass"]
+    before, start = waited_for_core(thread), time.monotonic()
+    others = []
+    try:
+        os.sched_setaffinity(0, [min(own)])
+        others = [subprocess.Popen(busy) for _ in range(2)]
+        while (waited := waited_for_core(thread) - before) < 0.2:
+            assert time.monotonic() < start + 60
+    finally:
+        os.sched_setaffinity(0, own)
+        for other in others:
+            other.kill()
+            other.wait()
+    assert waited < time.monotonic() - start
+    assert waited_for_core(1 << 30) == 0.0, "no such thread"
 
 
 def test_what_another_rank_sees_counts(gate: Gate) -> None:

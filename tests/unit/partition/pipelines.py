@@ -1,7 +1,9 @@
 """Costs, partitions and machines of any kind, and public models."""
 
 import itertools
+import json
 from pathlib import Path
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -11,6 +13,13 @@ from hcache_backend.plan.profile import Profile, Rate
 from hcache_backend.plan.restore import LayerCosts, Partition, Restore
 
 CONFIGS = Path(__file__).parent / "configs"
+
+
+def public_models() -> dict[str, dict[str, Any]]:
+    """``config`` of models that SGLang serves, and the numbers that it gives for them."""
+    text = (Path(__file__).parent / "public_models.json").read_text()
+    return dict(json.loads(text))
+
 
 seconds = st.floats(0.01, 10)
 
@@ -47,7 +56,7 @@ def all_partitions(layers: int) -> list[Partition]:
 
 
 def public_model(name: str) -> ModelShape:
-    return read_model(CONFIGS / f"{name}.json")
+    return read_model(CONFIGS / f"{name}.json").shape
 
 
 def machine_of(l3: Rate | None, *rates: Rate) -> Profile:

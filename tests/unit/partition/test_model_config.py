@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from hcache_backend.config import ConfigError
-from hcache_backend.plan.model_config import read_hybrid, read_model, shape_from_config
+from hcache_backend.plan.model_config import read_model, shape_from_config
 from hcache_backend.plan.model_shape import Sides
-from tests.unit.partition.pipelines import CONFIGS, public_model
+from tests.unit.partition.pipelines import CONFIGS, public_model, public_models
 
 LLAMA = json.loads((CONFIGS / "llama-2-7b.json").read_text())
 DEEPSEEK = json.loads((CONFIGS / "deepseek-v3.json").read_text())
@@ -51,6 +51,52 @@ def test_bytes_and_flops_are_those_of_the_public_model(
     assert (shape.layers, shape.hidden_bytes, shape.kv_bytes) == (layers, hidden_bytes, kv_bytes)
     if billions is not None:
         assert shape.layers * shape.dense_flops == pytest.approx(2e9 * billions, rel=0.02)
+
+
+MODELS = public_models()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_as_large_as_sglang_says_or_the_field_is_named(
+    name: str, tmp_path: Path
+) -> None:
+    """tests/contract/test_shapes.py asks SGLang whether it still says so."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[name]["config"]))
+    if (field := MODELS[name].get("refused")) is not None:
+        with pytest.raises(ConfigError, match=f"field '{field}' "):
+            read_model(tmp_path)
+        return
+    shape, sides, _ = read_model(tmp_path)
+    layers = shape.layers - (sides.layers if sides else 0)
+    assert MODELS[name]["sglang"] == {
+        "layers": layers,
+        "beside": [sides.kind, sides.layers] if sides else None,
+        "heads": shape.heads,
+        "kv_heads": None if shape.latent else shape.kv_heads,
+        "head_dim": None if shape.latent else shape.head_dim,
+        "bytes": layers * shape.kv_bytes,
+    }
+
+
+def test_models_that_are_refused_are_few() -> None:
+    assert len(MODELS) >= 60
+    assert sum("refused" in model for model in MODELS.values()) <= 8
+
+
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [
+        ("Step3", (56 * (3 * 5120 + 5120) + 5 * 18432) / 61),
+        ("LongCat-Flash", 12288 + 12 * 2048 / 2),
+        ("ERNIE-4.5-21B-A3B", (27 * (6 + 2) * 1536 + 12288) / 28),
+        ("Hunyuan-A13B", (8 + 1) * 3072),
+        ("Ling-lite-1.5", (6 + 2) * 1408),
+        ("DeepSeek-OCR", (11 * (6 + 2) * 896 + 6848) / 12),
+        ("gpt-oss-120b", 4 * 2880),
+    ],
+)
+def test_active_experts_are_counted(name: str, width: float) -> None:
+    assert shape_from_config(MODELS[name]["config"], name).mlp_width == round(width)
 
 
 def test_a_nested_text_model_takes_the_outer_dtype() -> None:
@@ -101,6 +147,7 @@ DELTA_NET = {
     "linear_value_head_dim": 64,
     "linear_conv_kernel_dim": 4,
 }
+POOL = {"architectures": ["GptOssForCausalLM"], "sliding_window": 100}
 STATE = 4 * 4 * 32 * 64 + 2 * 3 * (2 * 2 * 32 + 4 * 64)  # bytes of a layer
 WINDOW = 100 * 32 * 256 * 2
 
@@ -115,23 +162,24 @@ WINDOW = 100 * 32 * 256 * 2
             Sides("state", 16, 16 * STATE),
         ),
         (
-            {"sliding_window": 100, "layer_types": ["sliding_attention"] * 2 + ["full"] * 30},
+            POOL | {"layer_types": ["sliding_attention"] * 2 + ["full"] * 30},
             Sides("window", 2, 2 * WINDOW),
         ),
         (
-            {"sliding_window": 100, "hybrid_layer_pattern": [0, 1] * 16}
+            POOL
+            | {"hybrid_layer_pattern": [0, 1] * 16}
             | {"swa_num_key_value_heads": 8, "swa_head_dim": 96, "swa_v_head_dim": 64},
             Sides("window", 16, 16 * 100 * 8 * 160 * 2),
         ),
-        ({"sliding_window": 100, "model_type": "gemma3_text"}, None),
-        ({"sliding_window": 100, "layer_types": ["sliding_attention"] * 32}, None),
+        ({"sliding_window": 100, "layer_types": ["sliding_attention", "full"] * 16}, None),
+        (POOL | {"layer_types": ["full_attention"] * 32}, None),
     ],
 )
 def test_windows_and_states_beside_the_pages(
     changes: dict[str, Any], sides: Sides | None, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes))
-    shape, found = read_hybrid(tmp_path)  # of a model's folder
+    shape, found, _ = read_model(tmp_path)  # of a model's folder
     assert (shape.layers, found) == (32, sides)
 
 
@@ -139,7 +187,7 @@ def test_windows_and_states_beside_the_pages(
 def test_states_of_unknown_size_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes))
     with pytest.raises(ConfigError, match="recurrent state"):
-        read_hybrid(tmp_path)
+        read_model(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -152,15 +200,19 @@ def test_states_of_unknown_size_are_refused(changes: dict[str, Any], tmp_path: P
         (LLAMA, {"num_hidden_layers": True}, ("num_hidden_layers", "true", "positive integer")),
         (LLAMA, {"num_attention_heads": 33}, ("4096", "33", "head_dim")),
         (LLAMA, {"num_key_value_heads": 12}, ("32", "12", "num_key_value_heads")),
-        (LLAMA, {"num_key_value_heads": [8]}, ("num_key_value_heads", "[8]", "positive integer")),
+        (LLAMA, {"num_key_value_heads": [8, 4]}, ("num_key_value_heads", "[8, 4]", "positive")),
+        (LLAMA, {"num_key_value_heads": []}, ("num_key_value_heads", "[]", "positive integer")),
         (LLAMA, {"intermediate_size": None}, ("intermediate_size", "missing")),
         (LLAMA, {"torch_dtype": "int3"}, ("torch_dtype", "int3", "bfloat16")),
         (LLAMA, {"num_local_experts": 8}, ("active experts", "num_experts_per_tok", "missing")),
         (LLAMA, {"layer_types": "full"}, ("layer_types", "full", "list")),
         (LLAMA, {"layer_types": ["mamba", "full_attention"]}, ("mamba", "KV mode")),
-        (LLAMA, {"mamba_d_state": 16}, ("mamba_d_state", "16", "KV mode")),
+        (LLAMA, {"mamba_d_state": 16}, ("mamba_d_state", "KV mode")),
         (LLAMA, {"is_encoder_decoder": True}, ("is_encoder_decoder", "true", "decoder-only")),
-        (DEEPSEEK, {"q_lora_rank": 0}, ("q_lora_rank", "0", "positive integer")),
+        (LLAMA, {"layer_types": ["jet", "full_attention"]}, ("layer_types", "jet", "not known")),
+        (LLAMA, {"compress_ratios": [4]}, ("compress_ratios", "DeepSeek-V4", "are not planned")),
+        (LLAMA, {"global_head_dim": 512}, ("global_head_dim", "Gemma 4", "are not planned")),
+        (DEEPSEEK, {"q_lora_rank": -1}, ("q_lora_rank", "-1", "positive integer")),
         (DEEPSEEK, {"qk_nope_head_dim": None}, ("qk_nope_head_dim", "missing")),
         (DEEPSEEK, {"v_head_dim": 1.5}, ("v_head_dim", "1.5", "positive integer")),
     ],
@@ -188,7 +240,7 @@ def test_files_that_are_no_config(tmp_path: Path, text: str | bytes, said: str) 
 
 def test_encoded_hidden_states_are_compared_with_encoded_k_and_v() -> None:
     """Codecs round: an eighth of a percent does not make hidden states the smaller ones."""
-    shape = read_model(CONFIGS / "llama-3-8b.json").model_copy(update={"kv_heads": 16})
+    shape = public_model("llama-3-8b").model_copy(update={"kv_heads": 16})
     assert shape.hidden_bytes == shape.kv_bytes == 8192
     encoded = {"hidden_row_bytes": 6264, "kv_row_bytes": 6272}
     assert not shape.model_copy(update=encoded).hidden_is_smaller

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from hcache_backend.cli.main import app
 from hcache_backend.config import parse_config
 from hcache_backend.plan import measure
-from hcache_backend.plan.model_config import read_hybrid
+from hcache_backend.plan.model_config import read_model
 from hcache_backend.plan.model_shape import CLEARLY_LESS, Sides
 from hcache_backend.plan.plan import PartitionPlan
 from hcache_backend.plan.profile import Rate, preset_profile
@@ -405,7 +405,7 @@ def test_a_partition_is_applied_to_stores_that_know_the_model_only(folder: Path)
 
 @pytest.mark.parametrize("sides", [False, True])
 def test_a_plan_says_how_long_l3_is_busy_with_a_hit(sides: bool) -> None:
-    model, other = read_hybrid(CONFIGS / "qwen3-next-80b.json")
+    model, other, _ = read_model(CONFIGS / "qwen3-next-80b.json")
     profile, tokens = preset_profile("h100", ssds=4), 8000
     found = PartitionPlan(profile, model, tokens, 1, "auto", other if sides else None)
     size = tokens * found.bytes_per_token("mix") + (77_266_944 if sides else 0)

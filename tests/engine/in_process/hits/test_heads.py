@@ -9,6 +9,7 @@ from pytest import MonkeyPatch
 
 from hcache_backend.ranks import Turn
 from hcache_backend.sglang import backups as backups_module
+from hcache_backend.sglang import scheduler
 from hcache_backend.sglang.backups import Backups
 
 KEYS = [f"{i:064x}" for i in range(400)]
@@ -109,6 +110,27 @@ def test_backups_end_before_weights_change() -> None:
     cache.ongoing_backup = {1: None}
     finish(cache)
     assert (cache.turns, cache.ongoing_backup) == (3, {})
+
+
+def test_backups_end_before_memory_is_released() -> None:
+    """SGLang asserts that none runs, and its server would end."""
+    cache: Any = Cache()
+    released = list[int]()
+    backups = Backups(1)
+    backups.put_heads(cache)
+    cache.ongoing_backup = {1: None}
+    cache.cache_controller = SimpleNamespace(storage_backend=SimpleNamespace(backups=backups))
+
+    def release(updater: Any, asked: str) -> str:
+        released.append(len(cache.ongoing_backup))
+        return asked
+
+    updater = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=cache))
+    assert scheduler.before_release(release, updater, "kv_cache") == "kv_cache"
+    assert (cache.turns, released) == (3, [0])
+    cache.cache_controller = None  # another L3, or none
+    updater.scheduler = None
+    assert scheduler.before_release(release, updater, "weights") == "weights"
 
 
 def test_nobody_waits_for_a_backup_that_does_not_end(monkeypatch: MonkeyPatch, caplog: Any) -> None:

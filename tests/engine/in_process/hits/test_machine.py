@@ -42,7 +42,10 @@ def unmeasured(runtime: Any, monkeypatch: MonkeyPatch) -> Any:
         token_to_kv_pool=device,
         dtype=torch.bfloat16,
         device="cpu",
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: model)),
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(to_dict=lambda: model),
+            get_num_kv_heads=lambda ranks: MODEL["num_key_value_heads"] // ranks,
+        ),
         server_args=SimpleNamespace(tp_size=4, dp_size=2, enable_dp_attention=True, pp_size=1),
     )
     for name in GROUPS:

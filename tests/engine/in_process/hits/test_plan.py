@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.plan.model_config import read_dtype
+from hcache_backend.plan.model_config import read_model
 from hcache_backend.plan.model_shape import ModelShape, PlannedCodec, encoded
 from hcache_backend.plan.plan import PartitionPlan, RestorePath
 from hcache_backend.plan.profile import Rate, preset_profile
@@ -31,7 +31,7 @@ L3_RATES = [12.5e6, 125e6, 690e6, 6.9e9, 12.5e9, 55e9]
 
 
 def stored_shape(name: str, tp: int, codec: PlannedCodec = "auto") -> ModelShape:
-    dtype = read_dtype(CONFIGS / f"{name}.json")
+    dtype = read_model(CONFIGS / f"{name}.json").dtype
     return encoded(public_model(name), codec, dtype, tp=tp, page_size=PAGE)
 
 
@@ -80,7 +80,7 @@ def test_a_server_refuses_what_the_plan_refuses(name: str, tp: int, restore: Res
 @pytest.mark.parametrize("name", MODELS)
 def test_the_plan_counts_the_bytes_of_a_server(name: str, tp: int, codec: PlannedCodec) -> None:
     shape, path = public_model(name), CONFIGS / f"{name}.json"
-    dtype: torch.dtype = getattr(torch, read_dtype(path))
+    dtype: torch.dtype = getattr(torch, read_model(path).dtype)
     kvcache = SimpleNamespace(layer_num=shape.layers, page_size=PAGE, dtype=dtype)
     if shape.latent:
         kvcache.kv_lora_rank = shape.latent.rank
@@ -91,7 +91,12 @@ def test_the_plan_counts_the_bytes_of_a_server(name: str, tp: int, codec: Planne
     table = json.loads(path.read_text())
     config = SimpleNamespace(to_dict=lambda: table)
     runner = SimpleNamespace(
-        dtype=dtype, model_config=SimpleNamespace(hf_config=config, hidden_size=shape.hidden)
+        dtype=dtype,
+        model_config=SimpleNamespace(
+            hf_config=config,
+            hidden_size=shape.hidden,
+            get_num_kv_heads=lambda ranks: shape.kv_heads // ranks,
+        ),
     )
     runtime = SimpleNamespace(config=HCacheConfig(codec=codec), runner=runner)
     row_bytes = wanted_codec(runtime, runner).row_bytes  # type: ignore[arg-type]
@@ -106,3 +111,14 @@ def test_the_plan_counts_the_bytes_of_a_server(name: str, tp: int, codec: Planne
         three = codec != "exp4" and not shape.latent and width <= 2048
         share = (0.717 if width <= 1024 else 0.725) if three else 0.766
         assert plan.kv_bytes == pytest.approx(share * shape.kv_bytes, rel=0.002)
+
+
+def test_a_server_has_as_many_kv_heads_as_sglang_says() -> None:
+    """A field of a new family may be unknown here."""
+    table = json.loads((CONFIGS / "qwen3-8b.json").read_text())
+    table["groups_of_heads"] = table.pop("num_key_value_heads")
+    kvcache = SimpleNamespace(layer_num=36, dtype=torch.bfloat16)
+    config = SimpleNamespace(to_dict=lambda: table)
+    asked = SimpleNamespace(hf_config=config, get_num_kv_heads=lambda ranks: 8 // ranks)
+    shape = model_shape(SimpleNamespace(dtype=torch.bfloat16, model_config=asked), kvcache)
+    assert shape is not None and (shape.heads, shape.kv_heads) == (32, 8)

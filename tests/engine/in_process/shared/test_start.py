@@ -49,6 +49,37 @@ def test_a_backend_that_hangs_at_the_start_is_an_error_of_the_option(
     assert closed.wait(SECONDS)
 
 
+def test_an_error_of_a_backend_has_no_secret(
+    machine: MakeMachine, monkeypatch: MonkeyPatch
+) -> None:
+    def refuse(self: HiCacheFile, config: Any, *_: Any) -> None:
+        raise ValueError(f"wrong key in {config.extra_config}")
+
+    monkeypatch.setattr(HiCacheFile, "__init__", refuse)
+    shared = {"backend": "file", "config": {"key": "s3cr3t", "empty": "", "number": 5}}
+    with pytest.raises(
+        ConfigError, match=r"'config': \['empty', 'key', 'number'\].*ValueError: wr"
+    ) as e:
+        machine("first", shared=shared)
+    assert "s3cr3t" not in str(e.value) and e.value.__cause__ is None
+
+
+@pytest.mark.parametrize(("mode", "open_to_all"), [(None, False), (0o770, False), (0o755, True)])
+def test_the_folder_of_a_shared_file_tier_is_its_users_own(
+    mode: int | None,
+    open_to_all: bool,
+    machine: MakeMachine,
+    shared: Path,
+    caplog: LogCaptureFixture,
+) -> None:
+    if mode is not None:
+        shared.mkdir()
+        shared.chmod(mode)
+    machine("first")
+    assert shared.stat().st_mode & 0o777 == (mode or 0o700)
+    assert ("other users can enter" in caplog.text) == open_to_all
+
+
 def test_a_rank_whose_backend_takes_no_memory_goes_without(
     machine: MakeMachine, monkeypatch: MonkeyPatch, caplog: LogCaptureFixture
 ) -> None:

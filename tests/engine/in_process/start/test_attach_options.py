@@ -2,14 +2,24 @@
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pytest import MonkeyPatch
 
 from hcache_backend import HCacheStorage
-from hcache_backend.config import FIXED_AT_START, ConfigError, HCacheConfig, parse_config
+from hcache_backend.config import (
+    FIXED_AT_START,
+    ConfigError,
+    HCacheConfig,
+    check_extra_config,
+    load_table,
+    parse_config,
+)
+from hcache_backend.sglang.arguments import storage_extra_config
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start.attach import join
 from hcache_backend.tiers.shared_backend import make_backend
@@ -57,7 +67,7 @@ def test_keys_that_some_version_of_sglang_takes_out_itself_are_let_through(
 ) -> None:
     config = storage_config(tmp_path)
     assert config.extra_config is not None
-    config.extra_config[key] = 1
+    config.extra_config[key] = True  # also a number to Python
     HCacheStorage(config).close()
     config.extra_config[key[:-1]] = config.extra_config.pop(key)
     with pytest.raises(ConfigError, match=f"unknown key '{key[:-1]}'.*did you mean '{key}'"):
@@ -188,3 +198,46 @@ class TestAnAttach:
             assert config == parse_config({**base, **options}, "test")
         with pytest.raises(ConfigError, match=r"'hidden' but .* without HCACHE_ENABLE=1"):
             self.joined(dirs=[str(tmp_path)], mode="hidden")
+
+
+TABLE = (
+    '{"backend_name": "hcache", "module_path": "hcache_backend", "class_name": "HCacheStorage", '
+    '"interface_v1": 1%s, "hcache": {"dirs": ["/mnt/ssd0/hcache"]}}'
+)
+FILES = {
+    "a.json": TABLE % "",
+    "a.JSON": TABLE % "",
+    "a.yaml": TABLE % "",  # YAML has JSON in it
+    "a.yml": "interface_v1: 1\nhcache:\n  dirs: [/mnt/ssd0/hcache]\n",
+    "a.TOML": 'interface_v1 = 1\n[hcache]\ndirs = ["/mnt/ssd0/hcache"]\n',
+    "a.conf": TABLE % "",
+    "a": TABLE % "",
+    "byte order mark.json": "\ufeff" + TABLE % "",
+    "byte order mark.toml": "\ufeffinterface_v1 = 1\n",
+    "byte order mark.yaml": "\ufeff" + TABLE % "",
+    "comma.json": TABLE % "," + ",",
+    "threshold.json": TABLE % ', "prefetch_threshold": "64"',
+    "threshold true.json": TABLE % ', "prefetch_threshold": true',
+    "threshold float.json": TABLE % ', "prefetch_threshold": 64.0',
+    "base.json": TABLE % ', "prefetch_timeout_base": "2s"',
+    "base int.json": TABLE % ', "prefetch_timeout_base": 2',
+    "per token.json": TABLE % ', "prefetch_timeout_per_ki_token": null',
+    "keys.json": TABLE % ', "hicache_storage_pass_prefix_keys": 1',
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_hcache_config_reads_the_files_that_sglang_reads(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_text(FILES[name], encoding="utf-8")
+    args = SimpleNamespace(hicache_storage_backend_extra_config=f"@{file}")
+
+    def refused(read: Callable[[], object]) -> bool:
+        try:
+            read()
+        except ValueError:
+            return True
+        return False
+
+    theirs = refused(lambda: storage_extra_config(args))
+    assert theirs == refused(lambda: check_extra_config(load_table(f"@{file}", "config")))

@@ -22,7 +22,7 @@ from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.sglang.host_pool import HostPages
 from hcache_backend.sglang.passes import forward_stream
 from hcache_backend.start.machine import fixed_partition
-from hcache_backend.start.page_plan import kv_bytes_per_token, plan_host_pages
+from hcache_backend.start.page_plan import host_tokens, kv_bytes_per_token, plan_host_pages
 from hcache_backend.streams import WorkerStream
 from hcache_kernels.codecs import make_codec
 from tests.kit.host import PAGE, kv_pool
@@ -88,6 +88,23 @@ def test_as_many_pages_fit_as_were_asked_for(codec: str) -> None:
     assert plan(size_gb=(found.host_bytes + 1) / 1e9, ratio=0) == wanted
     assert found.ratio is not None
     assert plan(size_gb=0, ratio=found.ratio + 1e-9) == wanted
+
+
+@pytest.mark.parametrize("page", [1, 4, 16, 64])
+@pytest.mark.parametrize("hidden", [0, 2, 4])
+def test_a_partition_leaves_the_room_that_a_server_has(page: int, hidden: int) -> None:
+    """Headers of small pages take more than their tokens."""
+    buffers = [torch.empty((4096 + page, 4, 64), dtype=torch.bfloat16) for _ in range(4)]
+    kvcache = SimpleNamespace(
+        k_buffer=buffers, v_buffer=buffers, size=4096, layer_num=4, page_size=page
+    )
+    kv = KVSegments(kvcache, tuple(range(hidden, 4)), page, WHOLE, 1, "none")
+    rows = hidden_layer(page, 512, 256)
+    layers = [rows] * hidden + [kv.stored_layer(n) for n in kv.layers]
+    layout = PageLayout(page, tuple(layers))
+    pages = plan_host_pages(kvcache, layout, 1.0, 0, 1e12, with_shadows=hidden > 0)
+    found = host_tokens(kvcache, rows, WHOLE, 1.0, Partition(0, hidden, 4 - hidden), 1e9)
+    assert found == pytest.approx(pages.host * page, abs=2 * page, rel=0.001)
 
 
 class TestPartition:
