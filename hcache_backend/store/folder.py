@@ -41,6 +41,7 @@ FOLDER_FORMAT = 1
 BUCKETS = frozenset(f"{number:02x}" for number in range(256))
 BUFFER_BYTES = 4 << 20  # of each thread, for memory that direct I/O cannot use
 _LOCK, _INDEX, _PAGES, _SESSIONS, _LANE = "lock", "index", "pages", "sessions", "lane"
+_BROKEN = "index-broken-"
 LANES = 64
 _OTHER_FILES = 256  # descriptors that a server has open besides those of its stores
 _OPEN_SECONDS = 30.0
@@ -182,7 +183,6 @@ class Folder:
         descriptors: int = LANES,
     ) -> None:
         self.path, self.ops, self.users = path, ops, 0
-        lanes = max(1, min(LANES, descriptors // 4))
         if create:
             if (problem := why_not(path, ops)) is not None:
                 raise problem
@@ -191,18 +191,9 @@ class Folder:
             with ExitStack() as stack:
                 self.root_fd = kept_open(os.open(path, FOLDER), stack)
                 _check_marker(path, ops, self.root_fd, create)
-                if readonly:
-                    self.lock = FolderLock(None)
-                    alignment = file_ops.reading_alignment(ops, self.root_fd, MARKER)
-                    self.index = Index(path / _INDEX, ops, readonly=True)
-                else:
-                    alignment = self._open_to_write(stack, lanes)
-                stack.callback(self.index.close)
-                self.io = PageIO(ops, alignment, BUFFER_BYTES)
+                self._open_parts(stack, readonly, descriptors)
                 both = path / _INDEX, path / _INDEX / INDEX_FILE
                 self._index_inodes = [file.stat().st_ino for file in both]
-                pages_fd = kept_open(ops.open(_PAGES, FOLDER, self.root_fd), stack)
-                self.buckets = Subfolders(ops, pages_fd, descriptors - lanes, stack)
                 stated = self.index.meta("complete"), self.index.meta("boot")
                 self.index_is_partial = stated != (INDEX_FORMAT, _boot_id())
                 files = map(self.files_in, self.bucket_names())
@@ -210,29 +201,46 @@ class Folder:
                     self.mark_index_complete()
                 self._open_files = stack.pop_all()
         except sqlite3.Error as error:
-            hint = "; hcache verify --rebuild makes a new one" if readonly else ""
+            hint = "; hcache verify --rebuild makes a new one" if is_damaged(error) else ""
             what = f"its index cannot be opened: {error}{hint}"
             raise OSError(errno.EIO, what, str(path)) from None
 
-    def _open_to_write(self, stack: ExitStack, lanes: int) -> file_ops.Alignment:
+    def _open_parts(self, stack: ExitStack, readonly: bool, descriptors: int) -> None:
         ops, root_fd = self.ops, self.root_fd
-        _warn_of_others(self.path, root_fd)
-        self.lock = FolderLock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, root_fd), stack))
+        lanes = max(1, min(LANES, descriptors // 4))
+        self.lock = FolderLock(None)
+        if not readonly:
+            _warn_of_others(self.path, root_fd)
+            lock_fd = kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, root_fd), stack)
+            self.lock = FolderLock(lock_fd)
         with self.lock.held(_OPEN_SECONDS):
-            for name in (_INDEX, _PAGES, _SESSIONS):
-                _ensure_folder(ops, name, root_fd)
-            _remove_dead_sessions(ops, root_fd)
-            self.session = Session(ops, root_fd, lanes, stack)
-            alignment = file_ops.probe_alignment(ops, self.session.fd, "probe")
-            try:
-                self.index = Index(self.path / _INDEX, ops)
-            except sqlite3.Error as error:
-                if not is_damaged(error):
-                    raise
-                _set_aside(ops, root_fd)
-                _ensure_folder(ops, _INDEX, root_fd)
-                self.index = Index(self.path / _INDEX, ops)
-        return alignment
+            if not readonly:
+                for name in (_INDEX, _PAGES, _SESSIONS):
+                    _ensure_folder(ops, name, root_fd)
+                _remove_dead_sessions(ops, root_fd)
+            pages_fd = kept_open(ops.open(_PAGES, FOLDER, root_fd), stack)
+            self.buckets = Subfolders(ops, pages_fd, descriptors - lanes, stack)
+            self.index = self._open_index(readonly)
+            stack.callback(self.index.close)
+            if readonly:
+                alignment = file_ops.reading_alignment(ops, root_fd, MARKER)
+            else:
+                self.session = Session(ops, root_fd, lanes, stack)
+                alignment = file_ops.probe_alignment(ops, self.session.fd, "probe")
+        self.io = PageIO(ops, alignment, BUFFER_BYTES)
+
+    def _open_index(self, readonly: bool) -> Index:
+        try:
+            return Index(self.path / _INDEX, self.ops, readonly=readonly)
+        except sqlite3.Error as error:
+            if readonly or not is_damaged(error):
+                raise
+            logger.warning(
+                "hcache: %s: its index is made anew from its files: %s", self.path, error
+            )
+        _set_aside(self.ops, self.root_fd)
+        _ensure_folder(self.ops, _INDEX, self.root_fd)
+        return Index(self.path / _INDEX, self.ops)
 
     def close(self) -> None:
         self._open_files.close()
@@ -541,7 +549,15 @@ def _ensure_folder(ops: FileOps, name: str, dir_fd: int) -> None:
 
 
 def _set_aside(ops: FileOps, root_fd: int) -> None:
-    ops.rename(_INDEX, root_fd, f"index-broken-{secrets.token_hex(4)}", root_fd)
+    """Keep the index for those who ask what was wrong with it, and none that was set aside before:
+    no quota counts them."""
+    for old in [name for name in ops.list(root_fd) if name.startswith(_BROKEN)]:
+        with suppress(OSError):
+            with opened(ops, old, FOLDER, root_fd) as fd:
+                for file in ops.list(fd):
+                    ops.unlink(file, fd)
+            ops.remove_folder(old, root_fd)
+    ops.rename(_INDEX, root_fd, f"{_BROKEN}{secrets.token_hex(4)}", root_fd)
 
 
 def _boot_id() -> bytes:

@@ -48,14 +48,17 @@ def maintain(disk: Disk, recency: Recency, config: HCacheConfig, stopping: threa
 
 def _recover(disk: Disk, stopping: threading.Event) -> None:
     """Complete the index, if it may lack files. A folder that fails is tried again later."""
-    with suppress(OSError, sqlite3.Error), disk.use() as folder:
-        if not folder.index_is_partial:
-            return
-        found = find_unknown_files(folder, adopt=True, stop=stopping.is_set)
-        if not stopping.is_set():
-            folder.mark_index_complete()
-        found_files = f"{len(found.pages)} pages found, {len(found.damaged)} files not usable"
-        logger.info(f"hcache: {disk.path}: the index was completed: {found_files}")
+    try:
+        with disk.use() as folder:
+            if not folder.index_is_partial:
+                return
+            found = find_unknown_files(folder, adopt=True, stop=stopping.is_set)
+            if not stopping.is_set():
+                folder.mark_index_complete()
+            found_files = f"{len(found.pages)} pages found, {len(found.damaged)} files not usable"
+            logger.info(f"hcache: {disk.path}: the index was completed: {found_files}")
+    except (OSError, sqlite3.Error) as error:
+        disk.failed("recovery", error)
 
 
 @dataclass

@@ -49,7 +49,8 @@ def test_a_deleted_folder_is_made_anew(tmp_path: Path) -> None:
     store = open_quiet(folder)
     put(store, 1)
     folder.rename(tmp_path / "deleted")
-    assert put(store, 2) == [True], "until it is noticed, the open folder works on"
+    assert put(store, 2) == [False], "nobody would find it"
+    assert get(store, 1) == content(key(1)), "until it is noticed, the open folder is read"
     look_after(store)
     assert there(store, 1) == [False]
     assert put(store, 3) == [True]
@@ -134,14 +135,14 @@ def test_an_index_whose_file_is_deleted_under_two_stores_is_made_anew_once(tmp_p
     stores = [open_quiet(tmp_path / "store") for _ in range(2)]
     put(stores[0], *range(5))
     (tmp_path / "store" / "index" / "index.sqlite").unlink()
-    assert put(stores[1], 5) == [True], "until it is noticed, the open index works on"
+    assert put(stores[1], 5) == [False], "no other store would find it"
     for store in stores:
         look_after(store)
     with stores[0].disks[0].use() as folder:
-        assert len(find_unknown_files(folder, adopt=True).pages) == 6
+        assert len(find_unknown_files(folder, adopt=True).pages) == 5
     for store in stores:
         look_after(store)
-        assert assert_right_or_miss(store, *range(6)) == 6
+        assert assert_right_or_miss(store, *range(5)) == 5
         assert_sound(store)
     assert len(list((tmp_path / "store").glob("index-broken-*"))) == 1
 
