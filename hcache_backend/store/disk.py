@@ -69,7 +69,7 @@ class Disk:
         self._errors_in_a_row = [0, 0]  # of reading and of writing; likewise:
         self._rest_until = [0.0, 0.0]
         self._index_is_broken = False
-        self._had_own_device = False
+        self._device: int | None = None  # of the folder that was opened
         self._closed = False
         self.readers = ThreadPoolExecutor(config.io_threads, f"hcache-read-{path.name}")
         self.writers = ThreadPoolExecutor(config.io_threads, f"hcache-write-{path.name}")
@@ -79,13 +79,20 @@ class Disk:
 
     def attach(self, *, create: bool) -> None:
         """Open the folder; an OSError if it cannot be used."""
+        is_new = not os.path.exists(self.path / store_folder.MARKER)  # noqa: PTH110  raises nothing
         most = store_folder.descriptors_of_each(len(self._config.dirs))
         folder = Folder(self.path, self._ops, create=create, descriptors=most)
         folder.users = 1
         with self._state:
             self._folder, self._index_is_broken = folder, False
             self._errors_in_a_row, self._rest_until = [0, 0], [0.0, 0.0]
-        self._had_own_device = self.path.is_mount()
+        self._device = os.fstat(folder.root_fd).st_dev
+        if is_new and self._device == _device_of_root():
+            logger.warning(
+                "hcache: %s is new, and on the file system of /. If its disk is not mounted, end "
+                "this server, delete the folder, and mount the disk",
+                self.path,
+            )
         if not folder.io.alignment.flags:
             logger.debug("hcache: %s has no direct I/O; reads and writes are buffered", self.path)
 
@@ -113,14 +120,14 @@ class Disk:
             if folder.is_in_place() and folder.index_file_is_gone():
                 self._index_is_broken = True
             if self._index_is_broken:
-                self._report("index", "has no sound index; it is made anew")
+                self.report("index", "has no sound index; it is made anew")
                 try:
                     folder.set_index_aside()
                 except OSError as error:
-                    self._report("index", f"keeps its index: {error}")
+                    self.report("index", f"keeps its index: {error}")
             if not folder.is_in_place():
                 gone = "is gone; its pages are misses until it is back"
-                self._report("vanished", gone, folders_lost=1)
+                self.report("vanished", gone, folders_lost=1)
                 self.detach()
         if self._folder is None and not self._closed:
             self._come_back()
@@ -144,14 +151,14 @@ class Disk:
         if isinstance(error, OfflineError):
             self._stats.add(pages_dropped_offline=pages)
         elif isinstance(error, LockedError):
-            self._report("lock", f"is locked: {error}", pages_dropped_late=pages)
+            self.report("lock", f"is locked: {error}", pages_dropped_late=pages)
         elif pages and is_no_space(error):  # a full disk works
             full = f"is full: {error}; new pages are not stored"
-            self._report("full", full, pages_dropped_full=pages)
+            self.report("full", full, pages_dropped_full=pages)
         else:
             counts = {_COUNTERS[what]: max(pages, 1)} if what in _COUNTERS else {}
             counts["index_errors"] = isinstance(error, sqlite3.Error)
-            self._report(what, f"failed ({what}): {error}", **counts)
+            self.report(what, f"failed ({what}): {error}", **counts)
             self._index_is_broken = self._index_is_broken or is_damaged(error)
             # If the process has too many files open, that is no fault of the disk.
             if getattr(error, "errno", None) not in (errno.EMFILE, errno.ENFILE):
@@ -160,22 +167,25 @@ class Disk:
                 self._errors_in_a_row[writing] = 0
                 self._rest_until[writing] = time.monotonic() + _REST_SECONDS
                 rests = f"is not {'written' if writing else 'used'} for {_REST_SECONDS:.0f} s"
-                self._report(rests, f"{rests}: {_ERRORS_IN_A_ROW} failures in a row")
+                self.report(rests, f"{rests}: {_ERRORS_IN_A_ROW} failures in a row")
 
-    def _report(self, kind: str, message: str, **counts: int) -> None:
+    def report(self, kind: str, message: str, **counts: int) -> None:
         self._stats.add(**counts)
         self._problems.report(kind, f"{self.path} {message}")
 
     def _come_back(self) -> None:
-        # An empty folder may be the place where a disk is not mounted: only a folder that was
-        # never a mount point, and that is missing altogether, is made anew.
-        create = not self.path.exists() and not self._had_own_device
-        if not create and not store_folder.is_store_folder(self.path):
-            return
         try:
-            self.attach(create=create)
+            # Where a disk is not mounted, the device is another one, perhaps that of /. A store
+            # there is one that nobody meant; a store on any other disk may be used.
+            device = store_folder.existing_part(self.path).stat().st_dev
+            is_store = store_folder.is_store_folder(self.path)
+            known = self._device if self._device is not None or not is_store else device
+            if device != known and (not is_store or device == _device_of_root()):
+                self.report("offline", "is not used: its disk is not mounted, or another one is")
+                return
+            self.attach(create=not is_store)
         except OSError as error:
-            self._report("offline", f"cannot be used: {error}")
+            self.report("offline", f"cannot be used: {error}")
         else:
             logger.info("hcache: %s works again", self.path)
 
@@ -256,9 +266,9 @@ class Disk:
                     self._discard(read.entry, None)
                 except DamagedFileError as error:
                     self._discard(read.entry, error.status)
-                    self._report("damaged", f"has a damaged page: {error}", bad_pages=1)
+                    self.report("damaged", f"has a damaged page: {error}", bad_pages=1)
                 except ValueError as error:
-                    self._report("size", f"has a page of another size: {error}")
+                    self.report("size", f"has a page of another size: {error}")
                 except OSError as error:
                     self.failed("read", error)
                 else:
@@ -311,7 +321,7 @@ class Disk:
         if ready := [write for write in taken if write.place is not None]:
             self._commit(ready, deadline)
         if left := pages - len(taken):
-            self._report("late", f"is too slow; it has {left} pages less", pages_dropped_late=left)
+            self.report("late", f"is too slow; it has {left} pages less", pages_dropped_late=left)
 
     def flush(self) -> bool:
         """Bring everything to the disk; False if it refused."""
@@ -479,7 +489,7 @@ class Disk:
             evict(folder, excess, self._stats, self._problems)
             _, bound = shortage(folder, self._config, incoming, on_disk)
         if bound is not None:
-            self._report("full", f"is full: {bound}; new pages are not stored")
+            self.report("full", f"is full: {bound}; new pages are not stored")
         return bound is None
 
     def _delete(self, folder: Folder, name: PageName) -> bool:
@@ -489,6 +499,10 @@ class Disk:
             self.failed("evict", error, writing=True)
             return False
         return True
+
+
+def _device_of_root() -> int:
+    return Path("/").stat().st_dev
 
 
 def result_of(future: Future[_Result]) -> _Result | None:

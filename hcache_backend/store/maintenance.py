@@ -9,6 +9,7 @@ import mmap
 import sqlite3
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ def maintain(disk: Disk, recency: Recency, config: HCacheConfig, stopping: threa
                 next_save = now + _RECENCY_SECONDS
             _recover(disk, stopping)
         except Exception:
-            logger.exception("hcache: maintenance of %s failed", disk.path)
+            disk.report("maintenance", f"maintenance failed: {traceback.format_exc()}")
 
 
 def _recover(disk: Disk, stopping: threading.Event) -> None:

@@ -136,7 +136,8 @@ def test_what_fails_in_the_care_of_a_folder_is_logged_and_goes_on(
     recency: Any = SimpleNamespace(save=lambda: None)
     maintenance.maintain(disk, recency, config(disk.path), stopping)
     assert len(calls) == 2
-    assert "maintenance of" in caplog.text
+    [line] = [line for line in caplog.messages if "maintenance failed" in line]
+    assert str(disk.path) in line and "a test's fault" in line
 
 
 # ---- the index ----
