@@ -146,7 +146,7 @@ def _verified(path: Path, bar: Progress, rebuild: bool, repair: bool) -> dict[st
             folder.set_index_aside()
     with _opened(path, to_write=rebuild or repair) as folder:
         if rebuild or (repair and folder.index_is_partial):
-            adopted = len(find_unknown_files(folder, adopt=True, progress=report).pages)
+            adopted = find_unknown_files(folder, adopt=True, progress=report).adopted
             folder.mark_index_complete()
         found = verify_folder(folder, repair=repair, progress=report)
     return {**asdict(found), "adopted": adopted, "problems": found.problems}
@@ -233,6 +233,8 @@ def codecs_of(file: Path) -> str | None:
     """Names of the codecs of the layers in a page file, with commas between them. None if the file
     cannot be read, or holds no page of our own form. Only headers are read."""
     try:
+        if not file.is_file():
+            return None  # the opening of a FIFO would wait for its other end
         with file.open("rb") as opened:
             first = opened.read(BLOCK)
             rest = opened.read(header_length(memoryview(first)) - BLOCK)

@@ -242,7 +242,7 @@ def test_what_root_makes_belongs_to_the_owner_of_the_folder(reachable: Path) -> 
     with closing(Folder(path, FileOps())) as folder:
         folder.set_index_aside()
     with closing(Folder(path, FileOps())) as folder:
-        assert len(find_unknown_files(folder, adopt=True).pages) == 6
+        assert find_unknown_files(folder, adopt=True).adopted == 6
     assert {file.stat().st_uid for file in (path, *path.rglob("*"))} == {USER}
     assert as_user(USER, partial(opening, path)) is None
 

@@ -52,8 +52,14 @@ def test_a_folder_that_vanishes_costs_its_own_pages_only(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("below", ["", "hcache"], ids=["the mount", "a folder below it"])
 def test_nothing_is_stored_where_the_disk_is_not_mounted(
-    below: str, tmp_path: Path, mount: Callable[..., Path], caplog: pytest.LogCaptureFixture
+    below: str,
+    tmp_path: Path,
+    mount: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    root = tmp_path.stat().st_dev
+    monkeypatch.setattr("hcache_backend.store.disk._device_of_root", lambda: root)
     disk, place = mount("-t", "tmpfs", "-o", "size=64m", "tmpfs"), tmp_path / "ssd0"
     bind, unmount = ["mount", "--bind", disk, place], ["umount", "-l", place]
     place.mkdir()
@@ -133,7 +139,6 @@ def test_a_folder_that_cannot_be_looked_at_is_said_once(
     """As on a FUSE mount whose program was killed, or a disk that dies."""
     store = open_quiet(tmp_path / "store")
     put(store, 1)
-    caplog.clear()
     stat = Path.stat
 
     def no_stat(path: Path, **options: bool) -> os.stat_result:
@@ -228,7 +233,7 @@ def test_a_lost_index_is_rebuilt_from_the_files(tmp_path: Path) -> None:
     assert there(store, 1) == [False]
     with store.disks[0].use() as folder:
         assert folder.index_is_partial
-        assert len(find_unknown_files(folder, adopt=True).pages) == 10
+        assert find_unknown_files(folder, adopt=True).adopted == 10
         folder.mark_index_complete()
     assert assert_right_or_miss(store, *range(10)) == 10
     assert_sound(store)
@@ -246,7 +251,7 @@ def test_an_index_whose_file_is_deleted_under_two_stores_is_made_anew_once(tmp_p
     for store in stores:
         look_after(store)
     with stores[0].disks[0].use() as folder:
-        assert len(find_unknown_files(folder, adopt=True).pages) == 5
+        assert find_unknown_files(folder, adopt=True).adopted == 5
     for store in stores:
         look_after(store)
         assert assert_right_or_miss(store, *range(5)) == 5
