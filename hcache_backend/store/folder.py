@@ -424,10 +424,11 @@ def _check_size(fd: int, file_bytes: int) -> None:
 
 
 def _read_header(io: PageIO, fd: int) -> page_file.Header:
-    first = io.scratch.header(BLOCK)
+    first, size = io.scratch.header(BLOCK), os.fstat(fd).st_size
+    if size < BLOCK:
+        raise page_file.DamagedFileError(f"it has {size} bytes")
     io.read(fd, 0, [first])
-    length, size = page_file.header_length(first), os.fstat(fd).st_size
-    if length > size:
+    if (length := page_file.header_length(first)) > size:
         raise page_file.DamagedFileError(f"a header of {length} bytes in a file of {size}")
     header = io.scratch.header(length)
     if length > BLOCK:
