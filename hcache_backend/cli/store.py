@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -231,11 +232,9 @@ def _entries(folder: Folder, namespace: str | None) -> Iterator[Entry]:
 
 def codecs_of(file: Path) -> str | None:
     """Names of the codecs of the layers in a page file, with commas between them. None if the file
-    cannot be read, or holds no page of our own form. Only headers are read."""
+    cannot be read, or holds no page of our own form. Reads headers, waits for no FIFO."""
     try:
-        if not file.is_file():
-            return None  # the opening of a FIFO would wait for its other end
-        with file.open("rb") as opened:
+        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
             first = opened.read(BLOCK)
             rest = opened.read(header_length(memoryview(first)) - BLOCK)
             header = parse_header(memoryview(first + rest))

@@ -30,8 +30,7 @@ from hcache_backend.store.index import LAST_RANK, Entry, is_damaged
 from hcache_backend.store.stats import ProblemLog, StoreStats, logger
 
 _LOCK_SECONDS = 5.0
-_AT_ONCE = 128  # pages that are named or deleted while the folder's lock is held once: some 20 ms
-_RANKS_AT_ONCE = 512
+_AT_ONCE = 128  # pages that are changed while the folder's lock is held once: some 30 ms
 _ERRORS_IN_A_ROW = 8
 _REST_SECONDS = 5.0
 _EVICTIONS_IN_VAIN = 3
@@ -235,8 +234,8 @@ class Disk:
 
     def raise_ranks(self, ranks: Mapping[PageName, int]) -> None:
         left = iter(ranks.items())
-        while some := dict(islice(left, _RANKS_AT_ONCE)):
-            self._ask_alone(partial(_raise_ranks, ranks=some))
+        while some := dict(islice(left, _AT_ONCE)):
+            self._ask_alone(lambda folder, some=some: folder.index.raise_ranks(some))  # type: ignore[misc]
 
     def holds_file(self, name: PageName) -> bool:
         return self._ask(lambda folder: folder.has_file(name), False)
@@ -391,6 +390,8 @@ class Disk:
                     for first in range(0, len(batch), _AT_ONCE):
                         self._enter(folder, batch[first : first + _AT_ONCE], deadline)
                 finally:
+                    self.dirty = True
+                    self._stats.add(bytes_copied=sum(write.copied for write in batch))
                     for write in batch:
                         folder.remove_nameless(write.place)
         except (OSError, sqlite3.Error) as error:
@@ -414,12 +415,7 @@ class Disk:
                 seconds = deadline - time.monotonic()
                 self._evict_for(folder, size, seconds, below, on_disk=size)
 
-        try:
-            self._with_room(folder, size, work, deadline)
-        finally:
-            self.dirty = True
-            copied = sum(write.copied for write in batch)
-            self._stats.add(bytes_copied=copied)
+        self._with_room(folder, size, work, deadline)
 
     def _name(self, folder: Folder, writes: Sequence[PageWrite]) -> None:
         """Enter and name the files that are no pages yet, and that fit; raises if any of them is
@@ -539,10 +535,6 @@ class Disk:
             self.failed("evict", error, writing=True)
             return False
         return True
-
-
-def _raise_ranks(folder: Folder, ranks: Mapping[PageName, int]) -> None:
-    folder.index.raise_ranks(ranks)
 
 
 def _device_of_root() -> int:

@@ -216,12 +216,7 @@ def pressure(folder: Folder, config: HCacheConfig) -> tuple[int, int]:
 
 
 def evict(
-    folder: Folder,
-    wanted: int,
-    below: int,
-    seconds: float,
-    stats: StoreStats,
-    problems: ProblemLog,
+    folder: Folder, wanted: int, below: int, seconds: float, stats: StoreStats, problems: ProblemLog
 ) -> bool:
     """Delete the pages of the lowest ranks, lower than ``below``, until ``wanted`` bytes are free;
     False if none was. The lock is held for a slice at a time, so that other servers do not wait for

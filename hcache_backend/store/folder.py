@@ -32,15 +32,7 @@ from hcache_backend.format import file as page_file
 from hcache_backend.format.envelope import BLOCK, PageName, round_up
 from hcache_backend.format.units import Eighths, PageMemory, Unit
 from hcache_backend.store import file_ops
-from hcache_backend.store.file_ops import (
-    FOLDER,
-    FileOps,
-    FolderLock,
-    PageIO,
-    is_no_space,
-    kept_open,
-    opened,
-)
+from hcache_backend.store.file_ops import FOLDER, FileOps, FolderLock, PageIO, kept_open, opened
 from hcache_backend.store.index import INDEX_FILE, INDEX_FORMAT, Entry, Index, is_damaged
 from hcache_backend.store.stats import logger
 
@@ -253,7 +245,7 @@ class Folder:
                     stack.push(opened.pop_all())
                     return alignment
             except OSError as error:
-                oldest = self.index.oldest()[:8] if is_no_space(error) else []
+                oldest = self.index.oldest()[:8] if file_ops.is_no_space(error) else []
                 if not oldest:
                     raise
                 logger.warning("hcache: %s is full; its oldest pages go: %s", self.path, error)
@@ -268,7 +260,11 @@ class Folder:
                     _ensure_folder(self.ops, _INDEX, self.root_fd)
                 return Index(self.path / _INDEX, self.ops, readonly=readonly)
             except (OSError, sqlite3.Error) as error:
-                if readonly or not tries_left or not (is_damaged(error) or is_no_space(error)):
+                if (
+                    readonly
+                    or not tries_left
+                    or not (is_damaged(error) or file_ops.is_no_space(error))
+                ):
                     raise
                 if is_damaged(error):
                     logger.warning("hcache: %s gets a new index: %s", self.path, error)

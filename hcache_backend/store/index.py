@@ -55,7 +55,6 @@ _AT_A_TIME = 499  # entries of one statement; before 3.32 SQLite takes 999 value
 _KEYS_AT_A_TIME = 2048  # of a look-up: a change waits for each statement
 # Statements are fixed, so one that is wrong met tables that are not ours.
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
-_READ_ONLY = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 _FIND = f"""
 WITH RECURSIVE numbers (i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM numbers WHERE i + 1 < ?)
 SELECT group_concat(hex(page || files)) FROM numbers
@@ -72,11 +71,8 @@ SELECT mark FROM recency WHERE mark > ? ORDER BY mark LIMIT 64)
 # Apart, so that each is one step in the tree.
 _ENDS = "SELECT (SELECT min(mark) FROM recency), (SELECT max(mark) FROM recency)"
 _META = "SELECT value FROM meta WHERE name = ?"
-_SLICE = "SELECT page, files FROM pages WHERE page > ? ORDER BY page LIMIT 256"
-_SLICE_OF_MARKS = """
-SELECT count(*), max(mark) FROM (
-SELECT mark FROM recency WHERE mark > ? ORDER BY mark LIMIT 16384)
-"""
+_PAGES = "SELECT page, files FROM pages WHERE page > ? ORDER BY page LIMIT 512"
+_MARKS = "SELECT mark FROM recency WHERE mark > ? ORDER BY mark LIMIT 512"
 _META_TOTALS = "SELECT value FROM meta WHERE name IN ('totals', 'totals digest') ORDER BY name"
 
 
@@ -110,7 +106,7 @@ class Index:
     nothing. An index that cannot be opened is one, too, and may be :func:`is_damaged`."""
 
     def __init__(self, folder: Path, ops: FileOps, *, readonly: bool = False) -> None:
-        self._ops, self._path, self._readonly = ops, folder / INDEX_FILE, readonly
+        self._ops, self._path = ops, folder / INDEX_FILE
         files = list(folder.iterdir())
         for file in (*files, *([self._path] if readonly else ())):
             if file not in files or not stat.S_ISREG(file.lstat().st_mode):
@@ -121,7 +117,7 @@ class Index:
             self._writer = None if readonly else self._open_to_write()
             # All at once: SQLite keeps the descriptors of those that are closed meanwhile.
             for _ in range(1 if readonly else _READERS):
-                self._idle.put(self._open_to_read())
+                self._idle.put(self._connect("mode=ro" if readonly else "mode=rw", _READ_SECONDS))
             tables = {sql for (sql,) in self._rows("SELECT sql FROM sqlite_master")}
             if not readonly:
                 with self._transaction() as connection:
@@ -222,24 +218,29 @@ class Index:
             connection.executemany("REPLACE INTO meta VALUES (?, ?)", facts.items())
 
     def check(self) -> list[str]:
-        """The inconsistencies inside the index; empty if it is sound. Changes wait for a slice of
-        it at most. Totals are judged if none came meanwhile."""
+        """The inconsistencies inside the index; empty if it is sound. It is read in slices, so that
+        changes wait for none of it; if any comes meanwhile, only malformed entries are found."""
         problems: list[str] = []
         page, last = b"", b""
-        pages = size = marks = 0
+        pages = size = found = sums = 0
         with self._reading() as connection:
             before = connection.execute("PRAGMA data_version").fetchall()
-            while rows := _checked_slice(connection, page, problems):
-                page = rows[-1][0]
-                pages += sum(len(entries) for _, entries in rows)
-                size += sum(entry.file_bytes for _, entries in rows for entry in entries)
-            while last is not None:
-                [(found, last)] = connection.execute(_SLICE_OF_MARKS, (last,))
-                marks += found
+            while rows := connection.execute(_PAGES, (page,)).fetchall():
+                for page, records in rows:
+                    try:
+                        for entry in _unpack(page, records):
+                            pages, size = pages + 1, size + entry.file_bytes
+                            sums ^= xxhash.xxh3_64_intdigest(_mark(entry))
+                    except DamagedIndexError as error:
+                        problems.append(str(error))
+            while rows := connection.execute(_MARKS, (last,)).fetchall():
+                for (last,) in rows:
+                    found += 1
+                    sums ^= xxhash.xxh3_64_intdigest(last)
             totals = _totals(connection.execute(_META_TOTALS).fetchall())
             if before == connection.execute("PRAGMA data_version").fetchall():
-                if marks != pages:
-                    problems.append("recency has entries of pages that are not there")
+                if sums or found != pages:
+                    problems.append(f"recency has {found} entries, of other pages or last uses")
                 if totals != (pages, size):
                     problems.append(f"totals are {totals}, entries {pages}, {size} bytes")
         return problems
@@ -335,15 +336,13 @@ class Index:
         connection.execute("PRAGMA journal_mode = PERSIST")
         if before == "wal":
             for (totals,) in connection.execute(_META, ("totals",)).fetchall():
-                _set_totals(connection, bytes(totals))
+                if isinstance(totals, bytes):
+                    _set_totals(connection, totals)
         connection.execute("PRAGMA locking_mode = NORMAL")
         connection.execute("SELECT count(*) FROM sqlite_master")  # lets the lock go
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute(f"PRAGMA journal_size_limit = {_JOURNAL_BYTES}")
         return connection
-
-    def _open_to_read(self) -> sqlite3.Connection:
-        return self._connect("mode=ro" if self._readonly else "mode=rw", _READ_SECONDS)
 
 
 def is_damaged(error: Exception) -> bool:
@@ -379,30 +378,6 @@ def _execute(
         listed = ", ".join([row] * len(some))
         text = f"{start} ({listed})" if row == "?" else f"{start} {listed}"
         connection.execute(text, [value for values in some for value in values])
-
-
-def _checked_slice(
-    connection: sqlite3.Connection, after: bytes, problems: list[str]
-) -> list[tuple[bytes, list[Entry]]]:
-    """The entries of the next pages; ``problems`` get those that are malformed or have no mark."""
-    found = []
-    connection.execute("BEGIN")  # one moment for pages and marks
-    try:
-        for page, records in connection.execute(_SLICE, (after,)).fetchall():
-            try:
-                found.append((page, _unpack(page, records)))
-            except DamagedIndexError:
-                found.append((page, []))
-                problems.append(f"entry {page.hex()} is malformed")
-        for page, entries in found:
-            marks = [_mark(entry) for entry in entries]
-            some = f"mark IN ({', '.join('?' * len(marks))})"
-            [(known,)] = connection.execute(f"SELECT count(*) FROM recency WHERE {some}", marks)
-            if known != len(marks):
-                problems.append(f"entry {page.hex()} has no recency")
-    finally:
-        connection.execute("ROLLBACK")
-    return found
 
 
 def _totals(rows: Sequence[Sequence[Any]]) -> Totals:
