@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -146,7 +147,7 @@ def _verified(path: Path, bar: Progress, rebuild: bool, repair: bool) -> dict[st
             folder.set_index_aside()
     with _opened(path, to_write=rebuild or repair) as folder:
         if rebuild or (repair and folder.index_is_partial):
-            adopted = len(find_unknown_files(folder, adopt=True, progress=report).pages)
+            adopted = find_unknown_files(folder, adopt=True, progress=report).adopted
             folder.mark_index_complete()
         found = verify_folder(folder, repair=repair, progress=report)
     return {**asdict(found), "adopted": adopted, "problems": found.problems}
@@ -231,9 +232,9 @@ def _entries(folder: Folder, namespace: str | None) -> Iterator[Entry]:
 
 def codecs_of(file: Path) -> str | None:
     """Names of the codecs of the layers in a page file, with commas between them. None if the file
-    cannot be read, or holds no page of our own form. Only headers are read."""
+    cannot be read, or holds no page of our own form. Reads headers, waits for no FIFO."""
     try:
-        with file.open("rb") as opened:
+        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
             first = opened.read(BLOCK)
             rest = opened.read(header_length(memoryview(first)) - BLOCK)
             header = parse_header(memoryview(first + rest))

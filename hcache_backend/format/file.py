@@ -112,8 +112,17 @@ def parse_header(data: memoryview) -> Header:
     namespace, key, writer, _, _, unit_count, _ = _FIELDS.unpack_from(header, CHECKSUM.stop)
     end = _SEGMENTS_AT + page_units.PACKED_SEGMENT.size * segment_count
     shard = Shard(number, of)
-    layout = file_layout(_table(header[_SEGMENTS_AT:end]), shard)
-    digests = struct.unpack_from(f"<{unit_count}Q", header, end)
+    try:
+        check_shard(shard)
+        table = _table(header[_SEGMENTS_AT:end])
+        # Counted before they are made: a writer may mean billions of them.
+        units = sum(s.pieces * max(1, s.groups // of) for s in table.segments)
+        digests = struct.unpack_from(f"<{unit_count}Q", header, end)
+        if units != unit_count:
+            raise ValueError(f"{units} units and {unit_count} digests")
+        layout = file_layout(table, shard)
+    except (ValueError, struct.error) as error:
+        raise DamagedFileError(f"impossible header: {error}") from None
     return Header(PageName(namespace, key, shard), writer, layout, digests)
 
 

@@ -12,23 +12,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import BLOCK, PageName, round_up
 from hcache_backend.format.file import DamagedFileError
 from hcache_backend.format.units import Eighths
 from hcache_backend.store import folder as store_folder
-from hcache_backend.store.eviction import Recency, evict, margin, pressure, shortage
+from hcache_backend.store.eviction import Recency, Room, evict, margin, pressure, room_for
 from hcache_backend.store.file_ops import FileOps, LockedError, is_no_space
 from hcache_backend.store.folder import Folder, PageRead, PageWrite
-from hcache_backend.store.index import Entry, is_damaged
+from hcache_backend.store.index import LAST_RANK, Entry, is_damaged
 from hcache_backend.store.stats import ProblemLog, StoreStats, logger
 
 _LOCK_SECONDS = 5.0
+_AT_ONCE = 128  # pages that are changed while the folder's lock is held once: some 30 ms
 _ERRORS_IN_A_ROW = 8
 _REST_SECONDS = 5.0
 _EVICTIONS_IN_VAIN = 3
@@ -69,23 +71,32 @@ class Disk:
         self._errors_in_a_row = [0, 0]  # of reading and of writing; likewise:
         self._rest_until = [0.0, 0.0]
         self._index_is_broken = False
-        self._had_own_device = False
+        self._device: int | None = None  # of the folder that was opened
         self._closed = False
         self.readers = ThreadPoolExecutor(config.io_threads, f"hcache-read-{path.name}")
         self.writers = ThreadPoolExecutor(config.io_threads, f"hcache-write-{path.name}")
         self.dirty = False
+        self._evicting = threading.Lock()
         self._evictions = 0  # because the disk had no space...
         self._in_vain = 0  # ...of which the last ones were no help
 
     def attach(self, *, create: bool) -> None:
         """Open the folder; an OSError if it cannot be used."""
+        is_new = not os.path.exists(self.path / store_folder.MARKER)  # noqa: PTH110  raises nothing
         most = store_folder.descriptors_of_each(len(self._config.dirs))
         folder = Folder(self.path, self._ops, create=create, descriptors=most)
         folder.users = 1
         with self._state:
             self._folder, self._index_is_broken = folder, False
             self._errors_in_a_row, self._rest_until = [0, 0], [0.0, 0.0]
-        self._had_own_device = self.path.is_mount()
+        self._device = os.fstat(folder.root_fd).st_dev
+        is_named = "dirs" in self._config.model_fields_set
+        if is_new and is_named and self._device == _device_of_root():
+            logger.warning(
+                "hcache: %s is new, and on the file system of /. If its disk is not mounted, end "
+                "this server, delete the folder, and mount the disk",
+                self.path,
+            )
         if not folder.io.alignment.flags:
             logger.debug("hcache: %s has no direct I/O; reads and writes are buffered", self.path)
 
@@ -113,14 +124,14 @@ class Disk:
             if folder.is_in_place() and folder.index_file_is_gone():
                 self._index_is_broken = True
             if self._index_is_broken:
-                self._report("index", "has no sound index; it is made anew")
+                self.report("index", "has no sound index; it is made anew")
                 try:
                     folder.set_index_aside()
                 except OSError as error:
-                    self._report("index", f"keeps its index: {error}")
+                    self.report("index", f"keeps its index: {error}")
             if not folder.is_in_place():
                 gone = "is gone; its pages are misses until it is back"
-                self._report("vanished", gone, folders_lost=1)
+                self.report("vanished", gone, folders_lost=1)
                 self.detach()
         if self._folder is None and not self._closed:
             self._come_back()
@@ -144,14 +155,14 @@ class Disk:
         if isinstance(error, OfflineError):
             self._stats.add(pages_dropped_offline=pages)
         elif isinstance(error, LockedError):
-            self._report("lock", f"is locked: {error}", pages_dropped_late=pages)
+            self.report("lock", f"is locked: {error}", pages_dropped_late=pages)
         elif pages and is_no_space(error):  # a full disk works
             full = f"is full: {error}; new pages are not stored"
-            self._report("full", full, pages_dropped_full=pages)
+            self.report("full", full, pages_dropped_full=pages)
         else:
             counts = {_COUNTERS[what]: max(pages, 1)} if what in _COUNTERS else {}
             counts["index_errors"] = isinstance(error, sqlite3.Error)
-            self._report(what, f"failed ({what}): {error}", **counts)
+            self.report(what, f"failed ({what}): {error}", **counts)
             self._index_is_broken = self._index_is_broken or is_damaged(error)
             # If the process has too many files open, that is no fault of the disk.
             if getattr(error, "errno", None) not in (errno.EMFILE, errno.ENFILE):
@@ -160,22 +171,25 @@ class Disk:
                 self._errors_in_a_row[writing] = 0
                 self._rest_until[writing] = time.monotonic() + _REST_SECONDS
                 rests = f"is not {'written' if writing else 'used'} for {_REST_SECONDS:.0f} s"
-                self._report(rests, f"{rests}: {_ERRORS_IN_A_ROW} failures in a row")
+                self.report(rests, f"{rests}: {_ERRORS_IN_A_ROW} failures in a row")
 
-    def _report(self, kind: str, message: str, **counts: int) -> None:
+    def report(self, kind: str, message: str, **counts: int) -> None:
         self._stats.add(**counts)
         self._problems.report(kind, f"{self.path} {message}")
 
     def _come_back(self) -> None:
-        # An empty folder may be the place where a disk is not mounted: only a folder that was
-        # never a mount point, and that is missing altogether, is made anew.
-        create = not self.path.exists() and not self._had_own_device
-        if not create and not store_folder.is_store_folder(self.path):
-            return
         try:
-            self.attach(create=create)
+            # Where a disk is not mounted, the device is another one, perhaps that of /. A store
+            # there is one that nobody meant; a store on any other disk may be used.
+            device = store_folder.existing_part(self.path).stat().st_dev
+            is_store = store_folder.is_store_folder(self.path)
+            known = self._device if self._device is not None or not is_store else device
+            if device != known and (not is_store or device == _device_of_root()):
+                self.report("offline", "is not used: its disk is not mounted, or another one is")
+                return
+            self.attach(create=not is_store)
         except OSError as error:
-            self._report("offline", f"cannot be used: {error}")
+            self.report("offline", f"cannot be used: {error}")
         else:
             logger.info("hcache: %s works again", self.path)
 
@@ -219,7 +233,9 @@ class Disk:
         return self._ask(lambda folder: folder.index.rank_range(), None)
 
     def raise_ranks(self, ranks: Mapping[PageName, int]) -> None:
-        self._ask_alone(lambda folder: folder.index.raise_ranks(ranks))
+        left = iter(ranks.items())
+        while some := dict(islice(left, _AT_ONCE)):
+            self._ask_alone(lambda folder, some=some: folder.index.raise_ranks(some))  # type: ignore[misc]
 
     def holds_file(self, name: PageName) -> bool:
         return self._ask(lambda folder: folder.has_file(name), False)
@@ -256,9 +272,9 @@ class Disk:
                     self._discard(read.entry, None)
                 except DamagedFileError as error:
                     self._discard(read.entry, error.status)
-                    self._report("damaged", f"has a damaged page: {error}", bad_pages=1)
+                    self.report("damaged", f"has a damaged page: {error}", bad_pages=1)
                 except ValueError as error:
-                    self._report("size", f"has a page of another size: {error}")
+                    self.report("size", f"has a page of another size: {error}")
                 except OSError as error:
                     self.failed("read", error)
                 else:
@@ -283,11 +299,13 @@ class Disk:
         self._ask_alone(work)
 
     def start_writing(self, writes: Sequence[PageWrite], deadline: float) -> Writing:
-        """Have threads write shards to nameless files; they start none after ``deadline``."""
+        """Have threads write shards to nameless files, the first ones if there is no room for all;
+        they start none after ``deadline``."""
         incoming = sum(write.entry.file_bytes for write in writes)
-        if not self.make_room(incoming, deadline - time.monotonic()):
-            self._stats.add(pages_dropped_full=len(writes))
-            return 0, [], []
+        below = min(write.entry.rank for write in writes)
+        writes = self._first_of(
+            writes, self.make_room(incoming, deadline - time.monotonic(), below)
+        )
         tried: list[PageWrite] = []
         work = partial(self._write_all, deadline, tried)
         return len(writes), tried, self._start(self.writers, work, writes)
@@ -311,7 +329,7 @@ class Disk:
         if ready := [write for write in taken if write.place is not None]:
             self._commit(ready, deadline)
         if left := pages - len(taken):
-            self._report("late", f"is too slow; it has {left} pages less", pages_dropped_late=left)
+            self.report("late", f"is too slow; it has {left} pages less", pages_dropped_late=left)
 
     def flush(self) -> bool:
         """Bring everything to the disk; False if it refused."""
@@ -343,17 +361,15 @@ class Disk:
             if not self.is_online(writing=True):
                 raise OfflineError
             work = partial(folder.write_page, write)
-            lock = lambda: folder.lock.held(deadline - time.monotonic())  # noqa: E731
-            self._with_room(folder, write.layout.file_bytes, work, lock)
+            self._with_room(folder, write.layout.file_bytes, work, deadline)
             self._in_vain = self._errors_in_a_row[True] = 0
         except OSError as error:
             self.failed("write", error, writing=True, pages=1)
 
     def _with_room(
-        self, folder: Folder, size: int, work: Callable[[], None], lock: Callable[[], Any]
+        self, folder: Folder, size: int, work: Callable[[], None], deadline: float
     ) -> None:
-        """Do ``work``. If the disk has no space for it, evict ``size`` bytes under ``lock``, and
-        try again."""
+        """Do ``work``. If the disk has no space for it, evict ``size`` bytes, and try again."""
         for tries_left in (2, 1, 0):  # another thread may take the room that was made
             evictions = self._evictions
             try:
@@ -361,53 +377,59 @@ class Disk:
                 return
             except (OSError, sqlite3.Error) as error:
                 if tries_left and is_no_space(error):
-                    with suppress(OSError, sqlite3.Error), lock():
-                        if self._evict_shard(folder, size, evictions):
+                    with suppress(OSError, sqlite3.Error):
+                        if self._evict_shard(folder, size, evictions, deadline):
                             continue
                 raise
 
     def _commit(self, batch: Sequence[PageWrite], deadline: float) -> None:
         """Make pages of the nameless files of a batch, or remove them and count why."""
-        size = sum(write.entry.file_bytes for write in batch)
         try:
             with self.use(writing=True) as folder:
                 try:
-                    for saved in (False, True):
-                        with folder.lock.held(deadline - time.monotonic()):
-                            if saved or not shortage(folder, self._config, size, size)[0]:
-                                self._enter(folder, batch)
-                                break
-                        self._recency.save()
+                    for first in range(0, len(batch), _AT_ONCE):
+                        self._enter(folder, batch[first : first + _AT_ONCE], deadline)
                 finally:
+                    self.dirty = True
+                    self._stats.add(bytes_copied=sum(write.copied for write in batch))
                     for write in batch:
                         folder.remove_nameless(write.place)
         except (OSError, sqlite3.Error) as error:
             lost = sum(not write.stored for write in batch)
             self.failed("write", error, writing=True, pages=lost)
 
-    def _enter(self, folder: Folder, batch: Sequence[PageWrite]) -> None:
-        """Make room for a batch, and name it. The folder's lock is held."""
+    def _enter(self, folder: Folder, batch: Sequence[PageWrite], deadline: float) -> None:
+        """Make room for a batch, and name what fits."""
+        size = sum(write.entry.file_bytes for write in batch)
+        below = min(write.entry.rank for write in batch)
+
+        def work() -> None:
+            for tries_left in (2, 1, 0):  # another process may take the room that was made
+                with folder.lock.held(deadline - time.monotonic()):
+                    # The files are on the disk already: only room in the quota is missing.
+                    room = room_for(folder, self._config, size, on_disk=size)
+                    if room.bound is None or not tries_left:
+                        self._name(folder, batch)
+                        return
+                self._recency.save()
+                seconds = deadline - time.monotonic()
+                self._evict_for(folder, size, seconds, below, on_disk=size)
+
+        self._with_room(folder, size, work, deadline)
+
+    def _name(self, folder: Folder, writes: Sequence[PageWrite]) -> None:
+        """Enter and name the files that are no pages yet, and that fit; raises if any of them is
+        none then. The folder's lock is held."""
+        batch = [write for write in writes if not write.stored]
         known = folder.index.known(write.entry.name for write in batch)
         for write in batch:  # another process may have been faster
             write.stored = write.entry.name in known and folder.has_file(write.entry.name)
         fresh = [write for write in batch if not write.stored]
         self._stats.add(pages_already_stored=len(batch) - len(fresh))
-        incoming = sum(write.entry.file_bytes for write in fresh)
-        # The files are on the disk already: only room in the quota is missing.
-        if not self._evict_for(folder, incoming, on_disk=incoming):
-            self._stats.add(pages_dropped_full=len(fresh))
+        size = sum(write.entry.file_bytes for write in fresh)
+        fits = room_for(folder, self._config, size, on_disk=size).fits
+        if not (batch := self._first_of(fresh, fits)):
             return
-        try:
-            self._with_room(folder, incoming, partial(self._name, folder, fresh), nullcontext)
-        finally:
-            self.dirty = True
-            named = [write.memory.length for write in fresh if write.stored]
-            copied = sum(write.copied for write in batch)
-            self._stats.add(pages_written=len(named), bytes_written=sum(named), bytes_copied=copied)
-
-    def _name(self, folder: Folder, writes: Sequence[PageWrite]) -> None:
-        """Enter and name the files that are no pages yet; raises if any of them is none then."""
-        batch = [write for write in writes if not write.stored]
         folder.index.insert(write.entry for write in batch)
         failed: OSError | None = None
         for write in batch:
@@ -416,71 +438,95 @@ class Disk:
             except OSError as error:
                 failed = error
                 self._delete(folder, write.entry.name)
+        named = [write.memory.length for write in batch if write.stored]
+        self._stats.add(pages_written=len(named), bytes_written=sum(named))
         if failed is not None:
             folder.index.remove(write.entry.name for write in batch if not write.stored)
             raise failed
+
+    def _first_of(self, writes: Sequence[PageWrite], room: int) -> list[PageWrite]:
+        """Those that fit, from the first one on: without it, nobody finds the others."""
+        for number, write in enumerate(writes):
+            room -= write.entry.file_bytes
+            if room < 0:
+                self._stats.add(pages_dropped_full=len(writes) - number)
+                return list(writes[:number])
+        return list(writes)
 
     def pressure(self) -> tuple[int, int]:
         """Grows with the worth of the pages that a further one would drive out."""
         return self._ask(lambda folder: pressure(folder, self._config), (0, 0))
 
-    def make_room(self, incoming: int, seconds: float) -> bool:
-        """Evict what is needed for ``incoming`` bytes; False if there is no room."""
+    def make_room(self, incoming: int, seconds: float, below: int = LAST_RANK) -> int:
+        """Evict what is needed for ``incoming`` bytes, of ranks lower than ``below``. Returns how
+        many of them there is room for."""
 
-        def work(folder: Folder) -> bool:
-            if not shortage(folder, self._config, incoming)[0]:
-                return True
+        def work(folder: Folder) -> int:
+            if not room_for(folder, self._config, incoming).excess:
+                return incoming
             self._recency.save()
-            with folder.lock.held(seconds):
-                return self._evict_for(folder, incoming)
+            return self._evict_for(folder, incoming, seconds, below).fits
 
         # An error comes again, and counts, when pages are written.
-        return self._ask(work, True, writing=True)
+        return self._ask(work, incoming, writing=True)
 
     def check_room(self, page_bytes: int) -> None:
         """Say in the log if the folder could hold no page of this size, were it empty."""
         size, config = BLOCK + round_up(page_bytes), self._config
-        if bound := self._ask(lambda folder: shortage(folder, config, size, empty=True)[1], None):
+        bound = self._ask(lambda folder: room_for(folder, config, size, empty=True).bound, None)
+        if bound is not None:
             logger.warning("hcache: %s can hold no page: %s", self.path, bound)
 
     def drop(self, namespace: bytes, writer: bytes | None = None) -> int:
         """Delete the pages of a namespace (b"": of all), of any writer or one; returns how many."""
 
         def work(folder: Folder) -> int:
-            entries = list(folder.index.entries(namespace))
-            doomed = [entry.name for entry in entries if writer in (None, entry.writer)]
+            entries = folder.index.entries(namespace)
+            doomed = (entry.name for entry in entries if writer in (None, entry.writer))
             dropped = 0
-            for start in range(0, len(doomed), 256):
-                some = doomed[start : start + 256]
+            while some := list(islice(doomed, _AT_ONCE)):
                 with folder.lock.held(_LOCK_SECONDS):
                     gone = [name for name in some if self._delete(folder, name)]
                     folder.index.remove(gone)
                 dropped += len(gone)
+                self.dirty = True
             return dropped
 
-        return self._ask(work, 0, writing=True)
+        dropped = self._ask(work, 0, writing=True)
+        if self.dirty:
+            self.flush()  # or a power cut would bring back what was condemned
+        return dropped
 
-    def _evict_shard(self, folder: Folder, wanted: int, evictions: int) -> bool:
+    def _evict_shard(self, folder: Folder, wanted: int, evictions: int, deadline: float) -> bool:
         """Evict the room that the disk refused after so many ``evictions``, unless another thread
-        has. The folder's lock is held. False: that is no help."""
-        if self._evictions == evictions:
-            if self._in_vain >= _EVICTIONS_IN_VAIN:
-                return False
-            self._in_vain += 1
-            self._evictions += 1
-            wanted = max(wanted, margin(folder.index.totals().bytes))
-            evict(folder, wanted, self._stats, self._problems)
+        has. False: that is no help."""
+        with self._evicting:
+            if self._evictions == evictions:
+                if self._in_vain >= _EVICTIONS_IN_VAIN:
+                    return False
+                self._in_vain += 1
+                self._evictions += 1
+                wanted = max(wanted, margin(folder.index.totals().bytes))
+                self._evict(folder, wanted, deadline - time.monotonic())
         return True
 
-    def _evict_for(self, folder: Folder, incoming: int, on_disk: int = 0) -> bool:
-        """Make room; the folder's lock is held."""
-        excess, bound = shortage(folder, self._config, incoming, on_disk)
-        if excess:
-            evict(folder, excess, self._stats, self._problems)
-            _, bound = shortage(folder, self._config, incoming, on_disk)
-        if bound is not None:
-            self._report("full", f"is full: {bound}; new pages are not stored")
-        return bound is None
+    def _evict_for(
+        self, folder: Folder, incoming: int, seconds: float, below: int, on_disk: int = 0
+    ) -> Room:
+        """Make room for ``incoming`` bytes."""
+        room = room_for(folder, self._config, incoming, on_disk)
+        if not room.of_disk or self._in_vain < _EVICTIONS_IN_VAIN:
+            evicted = self._evict(folder, room.excess, seconds, below)
+            room = room_for(folder, self._config, incoming, on_disk)
+            # Others may take the space, or the file system keep it for root.
+            if evicted and room.of_disk and not room.fits:
+                self._in_vain += 1
+        if room.bound is not None:
+            self.report("full", f"is full: {room.bound}; new pages are not stored")
+        return room
+
+    def _evict(self, folder: Folder, wanted: int, seconds: float, below: int = LAST_RANK) -> bool:
+        return evict(folder, wanted, below, seconds, self._stats, self._problems)
 
     def _delete(self, folder: Folder, name: PageName) -> bool:
         try:
@@ -489,6 +535,10 @@ class Disk:
             self.failed("evict", error, writing=True)
             return False
         return True
+
+
+def _device_of_root() -> int:
+    return Path("/").stat().st_dev
 
 
 def result_of(future: Future[_Result]) -> _Result | None:

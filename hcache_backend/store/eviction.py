@@ -17,13 +17,14 @@ A page whose epoch is young keeps it: its age is less than 1/16 of the age of th
 folders. That bounds how often a page that is used all the time is written to the index.
 
 The bounds are options: ``quota_bytes`` of page files in a folder, ``min_free_bytes`` on its file
-system. Eviction begins at a bound, and goes on to 2% of the pages' bytes below it.
+system. Eviction begins at a bound, and goes on to 2% of the pages' bytes below it. No page goes for
+one of a lower rank: a sequence that is larger than its bounds keeps its beginning.
 """
 
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import PageName
@@ -167,29 +168,39 @@ def margin(used: int) -> int:
     return int((1 - LOW_WATER) * used)
 
 
-def shortage(
+class Room(NamedTuple):
+    """How much of what comes a folder has room for."""
+
+    fits: int  # bytes of it that may come now
+    excess: int  # bytes that must go before all of it may
+    bound: str | None  # that all of it would break
+    of_disk: bool  # it would break the bound of the disk
+
+
+def room_for(
     folder: Folder, config: HCacheConfig, incoming: int, on_disk: int = 0, *, empty: bool = False
-) -> tuple[int, str | None]:
-    """Bytes that must go before ``incoming`` bytes may come, and the bound that they would break.
-    ``on_disk`` of them are written already. ``empty``: as if the folder held no pages."""
+) -> Room:
+    """The room for ``incoming`` bytes, of which ``on_disk`` are written already. ``empty``: as if
+    the folder held no pages."""
     there = folder.index.totals().bytes
     used = 0 if empty else there
     quota, reserve = config.quota_bytes, config.min_free_bytes
-    excess, bound = 0, None
+    fits, excess, bound = incoming, 0, None
     if quota is not None and used + incoming > quota:
-        excess = used + incoming - int(LOW_WATER * quota)
+        fits, excess = quota - used, used + incoming - int(LOW_WATER * quota)
         bound = (
             f"option 'quota_bytes' allows {quota:,} bytes of page files, and with "
             f"{incoming:,} more there would be {used + incoming:,}"
         )
     left = folder.ops.free_bytes(folder.root_fd) + there - used - (incoming - on_disk)
     if left < reserve:
+        fits = min(fits, incoming - (reserve - left))
         excess = max(excess, reserve - left + margin(used))
         bound = bound or (
             f"option 'min_free_bytes' keeps {reserve:,} bytes of its file system free, and with "
             f"{incoming:,} more {max(left, 0):,} would be"
         )
-    return excess, bound
+    return Room(max(fits, 0), excess, bound, left < reserve)
 
 
 def pressure(folder: Folder, config: HCacheConfig) -> tuple[int, int]:
@@ -204,29 +215,41 @@ def pressure(folder: Folder, config: HCacheConfig) -> tuple[int, int]:
     return ranks[0] if ranks else 0, totals.bytes
 
 
-def evict(folder: Folder, wanted: int, stats: StoreStats, problems: ProblemLog) -> None:
-    """Delete the pages of the lowest ranks until ``wanted`` bytes are free; the lock is held. A
-    file that cannot be deleted stays a page, and counts as used last. Files go before entries: a
-    crash in between leaves entries without file, which the next read removes."""
+def evict(
+    folder: Folder, wanted: int, below: int, seconds: float, stats: StoreStats, problems: ProblemLog
+) -> bool:
+    """Delete the pages of the lowest ranks, lower than ``below``, until ``wanted`` bytes are free;
+    False if none was. The lock is held for a slice at a time, so that other servers do not wait for
+    all of it; what they evict meanwhile counts. A file that cannot be deleted stays a page, and
+    counts as used last. Files go before entries: a crash in between leaves entries without file,
+    which the next read removes."""
+    deadline = time.monotonic() + seconds
+    target = folder.index.totals().bytes - wanted
     freed = 0
     last: Entry | None = None
     stuck: list[PageName] = []
-    while freed < wanted and (batch := folder.index.oldest(after=last)):
-        gone = []
-        for last in batch:
-            if freed >= wanted:
-                break
-            try:
-                folder.delete_page(last.name)
-            except OSError as error:
-                stats.add(evict_errors=1)
-                problems.report("evict", f"{folder.path}: a page could not be evicted: {error}")
-                stuck.append(last.name)
-            else:
-                gone.append(last.name)
-                freed += last.file_bytes
-        stats.add(pages_evicted=len(gone), bytes_evicted=folder.index.remove(gone))
+    while freed < wanted and folder.index.totals().bytes > target:
+        with folder.lock.held(deadline - time.monotonic()):
+            batch = [entry for entry in folder.index.oldest(after=last) if entry.rank < below]
+            gone = []
+            for last in batch:
+                if freed >= wanted:
+                    break
+                try:
+                    folder.delete_page(last.name)
+                except OSError as error:
+                    stats.add(evict_errors=1)
+                    problems.report("evict", f"{folder.path}: a page could not be evicted: {error}")
+                    stuck.append(last.name)
+                else:
+                    gone.append(last.name)
+                    freed += last.file_bytes
+            stats.add(pages_evicted=len(gone), bytes_evicted=folder.index.remove(gone))
         stats.on_evicted(gone)
+        if not batch:
+            break
     if stuck:
         ranks = folder.index.rank_range()
-        folder.index.raise_ranks(dict.fromkeys(stuck, ranks[1] + 1 if ranks else 0))
+        with folder.lock.held(deadline - time.monotonic()):
+            folder.index.raise_ranks(dict.fromkeys(stuck, ranks[1] + 1 if ranks else 0))
+    return freed > 0

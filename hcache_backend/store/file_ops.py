@@ -90,10 +90,16 @@ _SHORTEST_WAIT, _LONGEST_WAIT = 0.0002, 0.005
 
 class FileOps:
     """The operations, as Linux does them; reads and writes may move less. What they make is the
-    owner's only."""
+    owner's only, and what root makes the owner's of the folder that it is in, whose server goes on
+    with it."""
 
     def open(self, name: str, flags: int, dir_fd: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
+        # The opening of a FIFO would wait for its other end.
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        fd = os.open(name, flags, 0o600, dir_fd=dir_fd)
+        if flags & os.O_CREAT:
+            _give_to_owner(name, dir_fd)
+        return fd
 
     def close(self, fd: int) -> None:
         os.close(fd)
@@ -112,6 +118,7 @@ class FileOps:
 
     def make_folder(self, name: str, dir_fd: int) -> None:
         os.mkdir(name, 0o700, dir_fd=dir_fd)
+        _give_to_owner(name, dir_fd)
 
     def spread_folders(self, fd: int) -> None:
         """Ask the file system to put the folders in this one apart (``chattr +T``)."""
@@ -144,6 +151,12 @@ class FileOps:
     def commit(self, connection: sqlite3.Connection) -> None:
         """Commit an index transaction; a sqlite3.Error means that it was rolled back."""
         connection.execute("COMMIT")
+
+
+def _give_to_owner(name: str, dir_fd: int) -> None:
+    if os.geteuid() == 0 and (owner := os.fstat(dir_fd)).st_uid != 0:
+        with suppress(PermissionError):  # root of a container may not
+            os.chown(name, owner.st_uid, owner.st_gid, dir_fd=dir_fd, follow_symlinks=False)
 
 
 def is_no_space(error: Exception) -> bool:

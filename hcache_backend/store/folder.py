@@ -19,6 +19,7 @@ import secrets
 import sqlite3
 import stat
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -41,6 +42,13 @@ FOLDER_FORMAT = 1
 BUCKETS = frozenset(f"{number:02x}" for number in range(256))
 BUFFER_BYTES = 4 << 20  # of each thread, for memory that direct I/O cannot use
 _LOCK, _INDEX, _PAGES, _SESSIONS, _LANE = "lock", "index", "pages", "sessions", "lane"
+_BROKEN = "index-broken-"
+_OURS = (MARKER, _LOCK, SERVER_REPORT, f"{_BROKEN}*", "partition-*.json", "profile-*.json")
+_INSIDE = {  # names in our folders
+    _PAGES: "[0-9a-f][0-9a-f]",
+    _INDEX: f"{INDEX_FILE}*",
+    _SESSIONS: 16 * "[0-9a-f]",
+}
 LANES = 64
 _OTHER_FILES = 256  # descriptors that a server has open besides those of its stores
 _OPEN_SECONDS = 30.0
@@ -182,7 +190,6 @@ class Folder:
         descriptors: int = LANES,
     ) -> None:
         self.path, self.ops, self.users = path, ops, 0
-        lanes = max(1, min(LANES, descriptors // 4))
         if create:
             if (problem := why_not(path, ops)) is not None:
                 raise problem
@@ -191,18 +198,9 @@ class Folder:
             with ExitStack() as stack:
                 self.root_fd = kept_open(os.open(path, FOLDER), stack)
                 _check_marker(path, ops, self.root_fd, create)
-                if readonly:
-                    self.lock = FolderLock(None)
-                    alignment = file_ops.reading_alignment(ops, self.root_fd, MARKER)
-                    self.index = Index(path / _INDEX, ops, readonly=True)
-                else:
-                    alignment = self._open_to_write(stack, lanes)
-                stack.callback(self.index.close)
-                self.io = PageIO(ops, alignment, BUFFER_BYTES)
+                self._open_parts(stack, readonly, descriptors)
                 both = path / _INDEX, path / _INDEX / INDEX_FILE
                 self._index_inodes = [file.stat().st_ino for file in both]
-                pages_fd = kept_open(ops.open(_PAGES, FOLDER, self.root_fd), stack)
-                self.buckets = Subfolders(ops, pages_fd, descriptors - lanes, stack)
                 stated = self.index.meta("complete"), self.index.meta("boot")
                 self.index_is_partial = stated != (INDEX_FORMAT, _boot_id())
                 files = map(self.files_in, self.bucket_names())
@@ -210,29 +208,70 @@ class Folder:
                     self.mark_index_complete()
                 self._open_files = stack.pop_all()
         except sqlite3.Error as error:
-            hint = "; hcache verify --rebuild makes a new one" if readonly else ""
+            hint = "; hcache verify --rebuild makes a new one" if is_damaged(error) else ""
             what = f"its index cannot be opened: {error}{hint}"
             raise OSError(errno.EIO, what, str(path)) from None
 
-    def _open_to_write(self, stack: ExitStack, lanes: int) -> file_ops.Alignment:
+    def _open_parts(self, stack: ExitStack, readonly: bool, descriptors: int) -> None:
         ops, root_fd = self.ops, self.root_fd
-        _warn_of_others(self.path, root_fd)
-        self.lock = FolderLock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, root_fd), stack))
+        lanes = max(1, min(LANES, descriptors // 4))
+        self.lock = FolderLock(None)
+        if not readonly:
+            lock_fd = kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, root_fd), stack)
+            self.lock = FolderLock(lock_fd)
         with self.lock.held(_OPEN_SECONDS):
-            for name in (_INDEX, _PAGES, _SESSIONS):
-                _ensure_folder(ops, name, root_fd)
-            _remove_dead_sessions(ops, root_fd)
-            self.session = Session(ops, root_fd, lanes, stack)
-            alignment = file_ops.probe_alignment(ops, self.session.fd, "probe")
+            if not readonly:
+                for name in _INSIDE:
+                    _ensure_folder(ops, name, root_fd)
+                _warn_of_others(self.path, ops, root_fd)
+                _remove_dead_sessions(ops, root_fd)
+            pages_fd = kept_open(ops.open(_PAGES, FOLDER, root_fd), stack)
+            self.buckets = Subfolders(ops, pages_fd, descriptors - lanes, stack)
+            self.index = self._open_index(readonly)
+            stack.callback(self.index.close)
+            if readonly:
+                alignment = file_ops.reading_alignment(ops, root_fd, MARKER)
+            else:
+                alignment = self._open_session(stack, lanes)
+        self.io = PageIO(ops, alignment, BUFFER_BYTES)
+
+    def _open_session(self, stack: ExitStack, lanes: int) -> file_ops.Alignment:
+        """Open the session, and make room for it: somebody else may have filled the disk."""
+        while True:
             try:
-                self.index = Index(self.path / _INDEX, ops)
-            except sqlite3.Error as error:
-                if not is_damaged(error):
+                with ExitStack() as opened:
+                    self.session = Session(self.ops, self.root_fd, lanes, opened)
+                    alignment = file_ops.probe_alignment(self.ops, self.session.fd, "probe")
+                    stack.push(opened.pop_all())
+                    return alignment
+            except OSError as error:
+                oldest = self.index.oldest()[:8] if file_ops.is_no_space(error) else []
+                if not oldest:
                     raise
-                _set_aside(ops, root_fd)
-                _ensure_folder(ops, _INDEX, root_fd)
-                self.index = Index(self.path / _INDEX, ops)
-        return alignment
+                logger.warning("hcache: %s is full; its oldest pages go: %s", self.path, error)
+                for entry in oldest:
+                    self.delete_page(entry.name)
+                self.index.remove(entry.name for entry in oldest)
+
+    def _open_index(self, readonly: bool) -> Index:
+        for tries_left in (2, 1, 0):
+            try:
+                if not readonly:
+                    _ensure_folder(self.ops, _INDEX, self.root_fd)
+                return Index(self.path / _INDEX, self.ops, readonly=readonly)
+            except (OSError, sqlite3.Error) as error:
+                if (
+                    readonly
+                    or not tries_left
+                    or not (is_damaged(error) or file_ops.is_no_space(error))
+                ):
+                    raise
+                if is_damaged(error):
+                    logger.warning("hcache: %s gets a new index: %s", self.path, error)
+                    _set_aside(self.ops, self.root_fd)
+                else:
+                    _remove_old_indexes(self.ops, self.root_fd)
+        raise AssertionError
 
     def close(self) -> None:
         self._open_files.close()
@@ -306,10 +345,9 @@ class Folder:
         """Whether a page file is really there."""
         try:
             with self.buckets.opened(name.bucket) as bucket_fd:
-                self.ops.stat(name.file, bucket_fd)
+                return stat.S_ISREG(self.ops.stat(name.file, bucket_fd).st_mode)
         except FileNotFoundError:
             return False
-        return True
 
     def delete_page(self, name: PageName, only: os.stat_result | None = None) -> bool:
         """Delete a page file, if it still is that with status ``only``; the lock is held. Its entry
@@ -319,7 +357,11 @@ class Folder:
                 there = self.ops.stat(name.file, bucket_fd)
                 if not os.path.samestat(there, only) or there.st_mtime_ns != only.st_mtime_ns:
                     return False
-            self.ops.unlink(name.file, bucket_fd)
+            try:
+                self.ops.unlink(name.file, bucket_fd)
+            except IsADirectoryError:  # it is no page, and a reader of its name would find none
+                with suppress(OSError):
+                    self.ops.remove_folder(name.file, bucket_fd)
         return True
 
     def read_page(self, read: PageRead) -> tuple[int, int]:
@@ -348,16 +390,28 @@ class Folder:
             layout = header.layout
             _check_size(fd, layout.file_bytes)
             sizes = layout.header_bytes, layout.payload_bytes
-            return Entry(name, *sizes, header.writer, os.fstat(fd).st_mtime_ns)
+            # Whoever set another time, before 1970 or ahead: it was not used later than now.
+            used = min(max(os.fstat(fd).st_mtime_ns, 0), time.time_ns())
+            return Entry(name, *sizes, header.writer, used)
 
     @contextmanager
     def _opened(self, name: PageName) -> Iterator[int]:
         flags = os.O_RDONLY | self.io.alignment.flags
-        with (
-            self.buckets.opened(name.bucket) as bucket_fd,
-            opened(self.ops, name.file, flags, bucket_fd) as fd,
-        ):
+        with self.buckets.opened(name.bucket) as bucket_fd, ExitStack() as stack:
+            try:
+                fd = stack.enter_context(opened(self.ops, name.file, flags, bucket_fd))
+            except OSError:
+                _check_is_file(self.ops.stat(name.file, bucket_fd))
+                raise
+            _check_is_file(os.fstat(fd))
             yield fd
+
+
+def _check_is_file(status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        error = page_file.DamagedFileError("it is a link, a folder, a FIFO or a device")
+        error.status = status
+        raise error
 
 
 def _check_size(fd: int, file_bytes: int) -> None:
@@ -366,10 +420,14 @@ def _check_size(fd: int, file_bytes: int) -> None:
 
 
 def _read_header(io: PageIO, fd: int) -> page_file.Header:
-    first = io.scratch.header(BLOCK)
+    first, size = io.scratch.header(BLOCK), os.fstat(fd).st_size
+    if size < BLOCK:
+        raise page_file.DamagedFileError(f"it has {size} bytes")
     io.read(fd, 0, [first])
-    header = io.scratch.header(page_file.header_length(first))
-    if len(header) > BLOCK:
+    if (length := page_file.header_length(first)) > size:
+        raise page_file.DamagedFileError(f"a header of {length} bytes in a file of {size}")
+    header = io.scratch.header(length)
+    if length > BLOCK:
         io.read(fd, 0, [header])
     return page_file.parse_header(header)
 
@@ -482,24 +540,34 @@ def file_system_of(place: Path) -> str:
 def _has_marker(path: Path, ops: FileOps, root_fd: int) -> bool:
     """Whether it is a store; False: it may become one. A NotOurFolderError if it may not."""
     names = ops.list(root_fd)
-    if MARKER in names:
+    if MARKER in names and stat.S_ISREG(ops.stat(MARKER, root_fd).st_mode):
         with opened(ops, MARKER, os.O_RDONLY, root_fd) as fd:
             text = os.pread(fd, 4096, 0)
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             if (found := json.loads(text)["format"]) == FOLDER_FORMAT:
                 return True
             reason = f"it has format {found}, this is format {FOLDER_FORMAT}"
             raise NotOurFolderError(errno.EINVAL, reason, str(path))
-    # A marker that a power cut tore, or a first opening that was interrupted, is no reason to
-    # refuse. Anything that neither a store nor an administrator's tools make is one.
-    own = {MARKER, _LOCK, _INDEX, _PAGES, _SESSIONS, SERVER_REPORT} if MARKER in names else set()
+    # A marker that a power cut tore, a first opening that was interrupted, or what is left of a
+    # store that somebody deletes, is no reason to refuse. Anything that neither a store nor an
+    # administrator's tools make is one.
     harmless = (f".{MARKER}.*", f".{SERVER_REPORT}.*", *_HARMLESS)
-    others = sorted({*names} - own)
+    others = sorted(name for name in names if not _is_ours(name, ops, root_fd))
     if others := [name for name in others if not any(fnmatch(name, kind) for kind in harmless)]:
-        what = f"its {MARKER} is damaged" if own else f"it has no {MARKER}"
+        what = f"its {MARKER} is damaged" if MARKER in names else f"it has no {MARKER}"
         listed = ", ".join(map(repr, others[:3])) + ", ..." * (len(others) > 3)
         reason = f"it is not empty and not a page store's ({what}, and it holds {listed})"
         raise NotOurFolderError(errno.ENOTEMPTY, f"{reason}; name a folder inside it", str(path))
+    return False
+
+
+def _is_ours(name: str, ops: FileOps, root_fd: int) -> bool:
+    """Whether a store makes what has this name, and only that is in it."""
+    inside = _INSIDE.get(name)
+    if inside is None:
+        return any(fnmatch(name, kind) for kind in _OURS)
+    with suppress(NotADirectoryError), opened(ops, name, FOLDER, root_fd) as fd:
+        return all(fnmatch(file, inside) for file in ops.list(fd))
     return False
 
 
@@ -523,14 +591,18 @@ def _check_marker(path: Path, ops: FileOps, root_fd: int, create: bool) -> None:
     os.fsync(root_fd)
 
 
-def _warn_of_others(path: Path, root_fd: int) -> None:
-    status = os.fstat(root_fd)
-    if status.st_mode & 0o022:
-        whose = f"mode {stat.S_IMODE(status.st_mode):o} and belongs to user {status.st_uid}"
-        logger.warning(
-            f"hcache: {path} has {whose}: other users may replace its pages, and so change the "
-            "replies of servers. Give it to this user, with mode 700"
-        )
+def _warn_of_others(path: Path, ops: FileOps, root_fd: int) -> None:
+    """Log who else may change what is in the store; its folders are there."""
+    parts = [(path, os.fstat(root_fd))]
+    parts += [(path / name, ops.stat(name, root_fd)) for name in _INSIDE]
+    for part, status in parts:
+        if status.st_mode & 0o022 or status.st_uid not in (0, os.geteuid()):
+            whose = f"mode {stat.S_IMODE(status.st_mode):o} and belongs to user {status.st_uid}"
+            logger.warning(
+                f"hcache: {part} has {whose}: other users may replace pages, and so change the "
+                f"replies of servers. Give it to user {os.geteuid()}, with mode 700"
+            )
+            return
 
 
 def _ensure_folder(ops: FileOps, name: str, dir_fd: int) -> None:
@@ -541,7 +613,18 @@ def _ensure_folder(ops: FileOps, name: str, dir_fd: int) -> None:
 
 
 def _set_aside(ops: FileOps, root_fd: int) -> None:
-    ops.rename(_INDEX, root_fd, f"index-broken-{secrets.token_hex(4)}", root_fd)
+    """Keep the index, and no older one, for those who ask what was wrong with it."""
+    _remove_old_indexes(ops, root_fd)
+    ops.rename(_INDEX, root_fd, f"{_BROKEN}{secrets.token_hex(4)}", root_fd)
+
+
+def _remove_old_indexes(ops: FileOps, root_fd: int) -> None:
+    for old in [name for name in ops.list(root_fd) if name.startswith(_BROKEN)]:
+        with suppress(OSError):
+            with opened(ops, old, FOLDER, root_fd) as fd:
+                for file in ops.list(fd):
+                    ops.unlink(file, fd)
+            ops.remove_folder(old, root_fd)
 
 
 def _boot_id() -> bytes:

@@ -1,12 +1,14 @@
 """The index of one folder: its page files, their writers, and the order in which they are evicted.
 
-It is an SQLite database in WAL mode that any number of processes open at once; a look-up waits for
-no writer. SQLite's locks belong to open files, so they hold between containers, too. All changes
-are made by the holder of the folder's lock. It can be rebuilt from the page files at any time.
+It is an SQLite database with a rollback journal that any number of processes open at once. WAL mode
+would map a file into memory, and a disk without room for it would end the process (SIGBUS). All
+changes are made by the holder of the folder's lock; a look-up waits while one is committed. It can
+be rebuilt from the page files at any time: what no store writes raises a DamagedIndexError.
 
 - ``pages``: namespace + key -> one record of 32 bytes for every shard in this folder.
 - ``recency``: eviction rank (8 bytes, big-endian) + namespace + key + shard.
-- ``meta``: totals (pages, bytes), format, the machine's boot, whether the index is complete.
+- ``meta``: totals (pages, bytes) and their digest, format, the machine's boot, whether the index is
+  complete.
 
 Each row that a statement returns costs a switch of Python's threads. So a look-up of any number of
 pages is one statement with one row.
@@ -14,17 +16,20 @@ pages is one statement with one row.
 
 import os
 import sqlite3
+import stat
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+import xxhash
+
 from hcache_backend.format.envelope import BLOCK, KEY_BYTES, NAMESPACE_BYTES, PageName, round_up
-from hcache_backend.format.units import ALL_EIGHTHS, Eighths, Shard
-from hcache_backend.store.file_ops import FileOps
+from hcache_backend.format.units import ALL_EIGHTHS, SHARD_COUNTS, Eighths, Shard
+from hcache_backend.store.file_ops import FOLDER, FileOps, kept_open
 
 INDEX_FORMAT = b"2"
 INDEX_FILE = "index.sqlite"
@@ -35,22 +40,25 @@ _TOTALS = struct.Struct("<QQ")
 _NAME_BYTES = NAMESPACE_BYTES + KEY_BYTES
 _SHARE_COUNT = 1  # its position in a record
 
-_TABLES = """
-CREATE TABLE IF NOT EXISTS pages (page BLOB PRIMARY KEY, files BLOB NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS recency (mark BLOB PRIMARY KEY) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
-"""
-_WAL_BYTES = 16 << 20
+LAST_RANK = 2**63 - 1  # the year 2262
+_TABLES = {
+    "CREATE TABLE pages (page BLOB PRIMARY KEY, files BLOB NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE recency (mark BLOB PRIMARY KEY) WITHOUT ROWID",
+    "CREATE TABLE meta (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID",
+}
+_JOURNAL_BYTES = 16 << 20
 _CACHE_KIB = 16 << 10
-_WAIT_SECONDS = 5.0
+_WAIT_SECONDS = 5.0  # of a change for readers
+_READ_SECONDS = 0.5  # of a look-up for a commit; then it finds nothing
 _READERS = 4  # threads that look up at once; another one waits
-_AT_A_TIME = 512  # entries of one statement
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-_READ_ONLY = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+_AT_A_TIME = 499  # entries of one statement; before 3.32 SQLite takes 999 values
+_KEYS_AT_A_TIME = 2048  # of a look-up: a change waits for each statement
+# Statements are fixed, so one that is wrong met tables that are not ours.
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 _FIND = f"""
-WITH RECURSIVE numbers (i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM numbers WHERE i + 1 < ?1)
+WITH RECURSIVE numbers (i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM numbers WHERE i + 1 < ?)
 SELECT group_concat(hex(page || files)) FROM numbers
-CROSS JOIN pages ON page = substr(?2, 1 + i * {_NAME_BYTES}, {_NAME_BYTES})
+CROSS JOIN pages ON page = substr(?, 1 + i * {_NAME_BYTES}, {_NAME_BYTES})
 """
 _NEXT = """
 SELECT group_concat(hex(page || files)) FROM (
@@ -63,6 +71,13 @@ SELECT mark FROM recency WHERE mark > ? ORDER BY mark LIMIT 64)
 # Apart, so that each is one step in the tree.
 _ENDS = "SELECT (SELECT min(mark) FROM recency), (SELECT max(mark) FROM recency)"
 _META = "SELECT value FROM meta WHERE name = ?"
+_PAGES = "SELECT page, files FROM pages WHERE page > ? ORDER BY page LIMIT 512"
+_MARKS = "SELECT mark FROM recency WHERE mark > ? ORDER BY mark LIMIT 512"
+_META_TOTALS = "SELECT value FROM meta WHERE name IN ('totals', 'totals digest') ORDER BY name"
+
+
+class DamagedIndexError(sqlite3.DatabaseError):
+    """The index says what no store writes, so it has to be made anew."""
 
 
 class Entry(NamedTuple):
@@ -91,14 +106,27 @@ class Index:
     nothing. An index that cannot be opened is one, too, and may be :func:`is_damaged`."""
 
     def __init__(self, folder: Path, ops: FileOps, *, readonly: bool = False) -> None:
-        self._ops, self._path, self._readonly = ops, folder / INDEX_FILE, readonly
+        self._ops, self._path = ops, folder / INDEX_FILE
+        files = list(folder.iterdir())
+        for file in (*files, *([self._path] if readonly else ())):
+            if file not in files or not stat.S_ISREG(file.lstat().st_mode):
+                raise DamagedIndexError(f"there is no file {file.name}")
         self._connections: list[sqlite3.Connection] = []
         self._idle: SimpleQueue[sqlite3.Connection] = SimpleQueue()
         try:
             self._writer = None if readonly else self._open_to_write()
             # All at once: SQLite keeps the descriptors of those that are closed meanwhile.
             for _ in range(1 if readonly else _READERS):
-                self._idle.put(self._open_to_read())
+                self._idle.put(self._connect("mode=ro" if readonly else "mode=rw", _READ_SECONDS))
+            tables = {sql for (sql,) in self._rows("SELECT sql FROM sqlite_master")}
+            if not readonly:
+                with self._transaction() as connection:
+                    for table in () if tables else _TABLES:
+                        connection.execute(table)
+                    connection.execute("DELETE FROM meta WHERE name = ''")  # it can be written
+            if tables != _TABLES and (tables or readonly):
+                raise DamagedIndexError(f"its tables are {tables}")
+            self.totals(), self.rank_range()
         except BaseException:
             self.close()
             raise
@@ -108,8 +136,9 @@ class Index:
         found = self._records([namespace + key for key in keys])
         # Most pages have one file, of the whole page: no function is called for those.
         return [
-            ALL_EIGHTHS if records and records[_SHARE_COUNT] == 1 else _eighths(records)
-            for records in [found.get(namespace + key) for key in keys]
+            ALL_EIGHTHS if records and records[_SHARE_COUNT] == 1 else _eighths(page, records)
+            for page in [namespace + key for key in keys]
+            for records in [found.get(page, b"")]
         ]
 
     def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[list[Entry]]:
@@ -135,20 +164,23 @@ class Index:
                 return
 
     def oldest(self, after: Entry | None = None) -> list[Entry]:
-        """Up to 64 entries, lowest rank first; those ``after`` an entry, which may be gone."""
+        """Up to 64 entries, lowest rank first; those ``after`` an entry, which may be gone. The
+        folder's lock is held."""
         [(found,)] = self._rows(_OLDEST, _mark(after) if after is not None else b"")
         marks = sorted(_from_hex(found))
-        files = self._files([mark[8:-2] for mark in marks])
+        files = self._files([_unmark(mark)[1] for mark in marks])
         entries = {_mark(entry): entry for some in files.values() for entry in some}
-        return [entries[mark] for mark in marks if mark in entries]
+        if not entries.keys() >= set(marks):
+            raise DamagedIndexError("recency has entries of pages that are not there")
+        return [entries[mark] for mark in marks]
 
     def rank_range(self) -> tuple[int, int] | None:
         """The lowest and the highest eviction rank; None if there is no entry."""
         [(first, last)] = self._rows(_ENDS)
-        return first and (_RANK.unpack_from(first)[0], _RANK.unpack_from(last)[0])
+        return None if first is None else (_unmark(first)[0], _unmark(last)[0])
 
     def totals(self) -> Totals:
-        return _totals(self._rows(_META, "totals"))
+        return _totals(self._rows(_META_TOTALS))
 
     def meta(self, name: str) -> bytes | None:
         return next((value for (value,) in self._rows(_META, name)), None)
@@ -186,28 +218,31 @@ class Index:
             connection.executemany("REPLACE INTO meta VALUES (?, ?)", facts.items())
 
     def check(self) -> list[str]:
-        """The inconsistencies inside the index; empty if it is sound."""
-        problems = []
-        pages = size = 0
+        """The inconsistencies inside the index; empty if it is sound. It is read in slices, so that
+        changes wait for none of it; if any comes meanwhile, only malformed entries are found."""
+        problems: list[str] = []
+        page, last = b"", b""
+        pages = size = found = sums = 0
         with self._reading() as connection:
-            connection.execute("BEGIN")  # one moment for all
-            try:
-                marks = {mark for (mark,) in connection.execute("SELECT mark FROM recency")}
-                for page, value in connection.execute("SELECT page, files FROM pages"):
-                    if len(page) != _NAME_BYTES or len(value) % _RECORD.size or not value:
-                        problems.append(f"entry {page.hex()} is malformed")
-                        continue
-                    for entry in _unpack(page, value):
-                        pages, size = pages + 1, size + entry.file_bytes
-                        if _mark(entry) not in marks:
-                            problems.append(f"entry {page.hex()} has no recency")
-                totals = _totals(connection.execute(_META, ("totals",)))
-            finally:
-                connection.execute("ROLLBACK")
-        if len(marks) != pages:
-            problems.append("recency has entries of pages that are not there")
-        if totals != (pages, size):
-            problems.append(f"totals are {totals}, entries {pages}, {size} bytes")
+            before = connection.execute("PRAGMA data_version").fetchall()
+            while rows := connection.execute(_PAGES, (page,)).fetchall():
+                for page, records in rows:
+                    try:
+                        for entry in _unpack(page, records):
+                            pages, size = pages + 1, size + entry.file_bytes
+                            sums ^= xxhash.xxh3_64_intdigest(_mark(entry))
+                    except DamagedIndexError as error:
+                        problems.append(str(error))
+            while rows := connection.execute(_MARKS, (last,)).fetchall():
+                for (last,) in rows:
+                    found += 1
+                    sums ^= xxhash.xxh3_64_intdigest(last)
+            totals = _totals(connection.execute(_META_TOTALS).fetchall())
+            if before == connection.execute("PRAGMA data_version").fetchall():
+                if sums or found != pages:
+                    problems.append(f"recency has {found} entries, of other pages or last uses")
+                if totals != (pages, size):
+                    problems.append(f"totals are {totals}, entries {pages}, {size} bytes")
         return problems
 
     def close(self) -> None:
@@ -254,9 +289,11 @@ class Index:
             marks = [(_mark(entry),) for entry in new - old]
             _execute(connection, "REPLACE INTO recency VALUES", "(?)", marks)
             size = sum(e.file_bytes for e in new) - sum(e.file_bytes for e in old)
-            totals = _totals(connection.execute(_META, ("totals",)).fetchall())
-            packed = _TOTALS.pack(totals.pages + len(new) - len(old), totals.bytes + size)
-            connection.execute("REPLACE INTO meta VALUES ('totals', ?)", (packed,))
+            there = _totals(connection.execute(_META_TOTALS).fetchall())
+            totals = Totals(there.pages + len(new) - len(old), there.bytes + size)
+            if min(totals) < 0:
+                raise DamagedIndexError(f"totals are {there}, and entries of more bytes go")
+            _set_totals(connection, _TOTALS.pack(*totals))
         return size
 
     @contextmanager
@@ -264,60 +301,68 @@ class Index:
         connection = self._writer
         if connection is None:
             raise sqlite3.OperationalError("the index was opened to read it")
-        connection.execute("BEGIN IMMEDIATE")
         try:
+            connection.execute("BEGIN IMMEDIATE")
             yield connection
             self._ops.commit(connection)
+        except sqlite3.OperationalError as error:
+            # Damage can say "read only"; and a deleted index is none to write.
+            if _code(error) == sqlite3.SQLITE_READONLY and os.access(self._path.parent, os.W_OK):
+                raise DamagedIndexError(f"{error}, which its file is not") from error
+            raise
         finally:
             if connection.in_transaction:
                 connection.rollback()
 
-    def _connect(self, how: str) -> sqlite3.Connection:
-        path, options = quote(str(self._path)), {"uri": True, "check_same_thread": False}
+    def _connect(self, how: str, seconds: float) -> sqlite3.Connection:
+        path, options = quote(os.fsencode(self._path), safe=""), {"check_same_thread": False}
         connection = sqlite3.connect(
-            f"file:{path}?{how}", timeout=_WAIT_SECONDS, isolation_level=None, **options
+            f"file:{path}?{how}", timeout=seconds, isolation_level=None, uri=True, **options
         )
         self._connections.append(connection)
         connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
         return connection
 
     def _open_to_write(self) -> sqlite3.Connection:
-        with suppress(FileExistsError):  # SQLite would let others read it
-            os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-        connection = self._connect("mode=rw")
-        connection.execute("PRAGMA journal_mode = WAL")
-        # A power cut may undo the last commits, never damage the index.
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
+        with suppress(FileExistsError), ExitStack() as stack:
+            folder_fd = kept_open(os.open(self._path.parent, FOLDER), stack)
+            # SQLite would let others read it.
+            self._ops.close(self._ops.open(INDEX_FILE, flags, folder_fd))
+        connection = self._connect("mode=rw", _WAIT_SECONDS)
+        # An earlier version's is in WAL mode; who has it alone needs no file in memory.
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        [(before,)] = connection.execute("PRAGMA journal_mode")
+        connection.execute("PRAGMA journal_mode = PERSIST")
+        if before == "wal":
+            for (totals,) in connection.execute(_META, ("totals",)).fetchall():
+                if isinstance(totals, bytes):
+                    _set_totals(connection, totals)
+        connection.execute("PRAGMA locking_mode = NORMAL")
+        connection.execute("SELECT count(*) FROM sqlite_master")  # lets the lock go
         connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
-        connection.executescript(_TABLES)
-        return connection
-
-    def _open_to_read(self) -> sqlite3.Connection:
-        try:
-            connection = self._connect("mode=ro" if self._readonly else "mode=rw")
-            connection.execute("SELECT count(*) FROM meta")
-        except sqlite3.OperationalError as error:
-            # SQLite wants files beside the index, which servers make. Without, none writes.
-            wal = self._path.with_name(INDEX_FILE + "-wal")
-            code = error.sqlite_errorcode & 0xFF
-            if not self._readonly or code not in _READ_ONLY or wal.exists():
-                raise
-            connection = self._connect("mode=ro&immutable=1")
+        connection.execute(f"PRAGMA journal_size_limit = {_JOURNAL_BYTES}")
         return connection
 
 
 def is_damaged(error: Exception) -> bool:
     """Whether an index that raised ``error`` has to be made anew."""
+    return isinstance(error, DamagedIndexError) or _code(error) in _DAMAGED
+
+
+def _code(error: Exception) -> int | None:
     code = getattr(error, "sqlite_errorcode", None)
-    return code is not None and code & 0xFF in _DAMAGED
+    return code if code is None else code & 0xFF
 
 
 def _find(connection: sqlite3.Connection, pages: Sequence[bytes]) -> dict[bytes, bytes]:
     """The records of those of ``pages`` that are there."""
-    if not pages:
-        return {}
-    [(found,)] = connection.execute(_FIND, (len(pages), b"".join(pages))).fetchall()
-    return {record[:_NAME_BYTES]: record[_NAME_BYTES:] for record in _from_hex(found)}
+    records: dict[bytes, bytes] = {}
+    for begin in range(0, len(pages), _KEYS_AT_A_TIME):
+        some = pages[begin : begin + _KEYS_AT_A_TIME]
+        [(found,)] = connection.execute(_FIND, (len(some), b"".join(some))).fetchall()
+        records |= {row[:_NAME_BYTES]: row[_NAME_BYTES:] for row in _from_hex(found)}
+    return records
 
 
 def _from_hex(found: str | None) -> list[bytes]:
@@ -335,8 +380,18 @@ def _execute(
         connection.execute(text, [value for values in some for value in values])
 
 
-def _totals(rows: Iterable[Sequence[bytes]]) -> Totals:
-    return next((Totals(*_TOTALS.unpack(value)) for (value,) in rows), Totals(0, 0))
+def _totals(rows: Sequence[Sequence[Any]]) -> Totals:
+    match rows:
+        case []:
+            return Totals(0, 0)
+        case [(bytes(value),), (digest,)] if digest == xxhash.xxh3_64_digest(value):
+            return Totals(*_TOTALS.unpack(value))
+    raise DamagedIndexError(f"totals are {rows}")
+
+
+def _set_totals(connection: sqlite3.Connection, totals: bytes) -> None:
+    rows = ("totals", totals, "totals digest", xxhash.xxh3_64_digest(totals))
+    connection.execute("REPLACE INTO meta VALUES (?, ?), (?, ?)", rows)
 
 
 def _pack(entry: Entry) -> bytes:
@@ -344,21 +399,35 @@ def _pack(entry: Entry) -> bytes:
     return _RECORD.pack(*entry.name.shard, 0, blocks, entry.writer, entry.payload_bytes, entry.rank)
 
 
-def _unpack(page: bytes, records: bytes | memoryview) -> list[Entry]:
-    namespace, key = page[:NAMESPACE_BYTES], page[NAMESPACE_BYTES:]
-    return [
-        Entry(PageName(namespace, key, Shard(number, of)), blocks * BLOCK, payload, writer, rank)
-        for number, of, _, blocks, writer, payload, rank in _RECORD.iter_unpack(records)
-    ]
+def _unpack(page: bytes, records: bytes) -> list[Entry]:
+    """The entries of a page."""
+    if len(page) != _NAME_BYTES or len(records) % _RECORD.size:
+        raise DamagedIndexError(f"page {page.hex()} has a record of {len(records)} bytes")
+    namespace, key, entries = page[:NAMESPACE_BYTES], page[NAMESPACE_BYTES:], []
+    for number, of, zero, blocks, writer, payload, rank in _RECORD.iter_unpack(records):
+        if of not in SHARD_COUNTS or number >= of or zero or not blocks or rank > LAST_RANK:
+            raise DamagedIndexError(f"page {page.hex()} has the record {records.hex()}")
+        name = PageName(namespace, key, Shard(number, of))
+        entries.append(Entry(name, blocks * BLOCK, payload, writer, rank))
+    return entries
 
 
-def _eighths(records: bytes | None) -> Eighths:
+def _eighths(page: bytes, records: bytes) -> Eighths:
     mask = 0
-    for number, of, *_ in _RECORD.iter_unpack(records or b""):
-        mask |= Shard(number, of).eighths
+    for entry in _unpack(page, records):
+        mask |= entry.name.shard.eighths
     return mask
 
 
 def _mark(entry: Entry) -> bytes:
     """The key of an entry in ``recency``."""
     return _RANK.pack(entry.rank) + entry.name.page + bytes(entry.name.shard)
+
+
+def _unmark(mark: Any) -> tuple[int, bytes]:
+    """The rank, and namespace and key, of a mark in ``recency``."""
+    if isinstance(mark, bytes) and len(mark) == _RANK.size + _NAME_BYTES + len(bytes(Shard(0, 1))):
+        [rank] = _RANK.unpack_from(mark)
+        if rank <= LAST_RANK:
+            return rank, mark[_RANK.size : _RANK.size + _NAME_BYTES]
+    raise DamagedIndexError(f"recency has {mark!r}")

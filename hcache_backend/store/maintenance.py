@@ -9,6 +9,7 @@ import mmap
 import sqlite3
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from hcache_backend.store.index import Entry
 from hcache_backend.store.stats import logger
 
 _LOCK_SECONDS = 30.0
-_FILES_AT_A_TIME = 128
+_FILES_AT_A_TIME = 64  # whose headers are read while the lock is held once
 _PAUSE_SECONDS = 1.0
 _RECENCY_SECONDS = 5.0
 
@@ -43,25 +44,29 @@ def maintain(disk: Disk, recency: Recency, config: HCacheConfig, stopping: threa
                 next_save = now + _RECENCY_SECONDS
             _recover(disk, stopping)
         except Exception:
-            logger.exception("hcache: maintenance of %s failed", disk.path)
+            disk.report("maintenance", f"maintenance failed: {traceback.format_exc()}")
 
 
 def _recover(disk: Disk, stopping: threading.Event) -> None:
     """Complete the index, if it may lack files. A folder that fails is tried again later."""
-    with suppress(OSError, sqlite3.Error), disk.use() as folder:
-        if not folder.index_is_partial:
-            return
-        found = find_unknown_files(folder, adopt=True, stop=stopping.is_set)
-        if not stopping.is_set():
-            folder.mark_index_complete()
-        found_files = f"{len(found.pages)} pages found, {len(found.damaged)} files not usable"
-        logger.info(f"hcache: {disk.path}: the index was completed: {found_files}")
+    try:
+        with disk.use() as folder:
+            if not folder.index_is_partial:
+                return
+            found = find_unknown_files(folder, adopt=True, stop=stopping.is_set)
+            if not stopping.is_set():
+                folder.mark_index_complete()
+            found_files = f"{found.adopted} pages found, {len(found.damaged)} files not usable"
+            logger.info(f"hcache: {disk.path}: the index was completed: {found_files}")
+    except (OSError, sqlite3.Error) as error:
+        disk.failed("recovery", error)
 
 
 @dataclass
 class Unknown:
-    """Files that the index does not know: sound pages, and others (path and reason)."""
+    """Files that the index does not know: sound pages, adopted or not, and others (path, reason)"""
 
+    adopted: int = 0
     pages: list[PageName] = field(default_factory=list)
     damaged: list[tuple[str, str]] = field(default_factory=list)
 
@@ -114,10 +119,10 @@ def find_unknown_files(
                 found = _entries(folder, names[start : start + _FILES_AT_A_TIME], result)
                 if adopt:
                     folder.index.insert(found)
+                    result.adopted += len(found)
                 else:  # without the lock, a page may have been stored meanwhile
                     known = folder.index.known(entry.name for entry in found)
-                    found = [entry for entry in found if entry.name not in known]
-            result.pages += [entry.name for entry in found]
+                    result.pages += [e.name for e in found if e.name not in known]
         progress(done, len(buckets))
     return result
 
@@ -133,9 +138,7 @@ def verify_folder(
     are damaged. ``progress`` is called with the numbers of pages that are done, and of all."""
     findings = Findings(index=folder.index.check())
     total = folder.index.totals().pages
-    # Taken out at once, so that no reader of the index lives for minutes.
-    entries = list(folder.index.entries())
-    for done, entry in enumerate(entries, start=1):
+    for done, entry in enumerate(folder.index.entries(), start=1):
         _verify_entry(folder, entry, findings, repair)
         progress(done, max(total, done))
     unknown = find_unknown_files(folder, adopt=False)
@@ -143,9 +146,13 @@ def verify_folder(
     findings.unknown = pages + unknown.damaged
     for path, _ in unknown.damaged if repair else ():
         bucket, _, file = path.partition("/")
-        with folder.lock.held(_LOCK_SECONDS), folder.buckets.opened(bucket) as bucket_fd:
+        with (
+            folder.lock.held(_LOCK_SECONDS),
+            folder.buckets.opened(bucket) as bucket_fd,
+            suppress(IsADirectoryError),  # somebody's folder
+        ):
             folder.ops.unlink(file, bucket_fd)
-        findings.repaired += 1
+            findings.repaired += 1
     return findings
 
 

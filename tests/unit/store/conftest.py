@@ -21,6 +21,11 @@ def stores_are_closed() -> Iterator[None]:
     del OPENED[before:]
 
 
+@pytest.fixture(autouse=True)
+def no_folder_is_on_the_disk_of_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hcache_backend.store.disk._device_of_root", lambda: -1)
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> PageStore:
     return open_quiet(tmp_path / "store")

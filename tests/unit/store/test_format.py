@@ -44,7 +44,7 @@ def test_version_2_files_stay_readable(tmp_path: Path) -> None:
         bucket.mkdir(exist_ok=True)
         shutil.copy(fixture, bucket)
     with store.disks[0].use() as opened:
-        assert len(find_unknown_files(opened, adopt=True).pages) == 3
+        assert find_unknown_files(opened, adopt=True).adopted == 3
     whole, shared = memory(LAYERS.page_bytes), memory(LAYERS.page_bytes)
     assert store.get(NAMESPACE, [key(1), key(2)], [[whole], [shared]]) == [True, True]
     assert bytes(whole) == content(key(1), LAYERS.page_bytes)
