@@ -12,7 +12,7 @@ restore has: a single page is bound by its launches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, product
 
@@ -86,7 +86,11 @@ def codec_speeds(codec: Codec, hidden: torch.Tensor, device: Device) -> Row:
         and torch.equal(decoded[some].cpu(), codec.decode(want))
         and (not codec.lossless or torch.equal(decoded, hidden))
     )
-    work = {"encode": encode.run, "decode": decode.run, "copy": partial(decoded.copy_, hidden)}
+    work: dict[str, Callable[[], object]] = {
+        "encode": encode.run,
+        "decode": decode.run,
+        "copy": partial(decoded.copy_, hidden),
+    }
     times = {name: device.microseconds(one) for name, one in work.items()}
     return {
         **speeds(times, hidden.nbytes),
@@ -180,7 +184,11 @@ def segment_speeds(codec: Codec, count: int, device: Device) -> Row:
     uncoded_load.run()
     right &= all(torch.equal(pool[part][items], held[part][items]) for part in (0, 1))
     target = torch.empty_like(plain[0])
-    work = {"encode": encode.run, "decode": decode.run, "copy": partial(target.copy_, plain[0])}
+    work: dict[str, Callable[[], object]] = {
+        "encode": encode.run,
+        "decode": decode.run,
+        "copy": partial(target.copy_, plain[0]),
+    }
     work |= {"saved": saved, "loaded": loaded}
     work |= {"uncoded_save": uncoded_save, "uncoded_load": uncoded_load.run}
     times = {name: device.microseconds(one) for name, one in work.items()}

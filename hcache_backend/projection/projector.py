@@ -103,9 +103,15 @@ class LayerSpec:
         weight, bias = self.k.linear.weight, getattr(self.k.linear, "bias", None)
         assert isinstance(weight, torch.Tensor)
         rows = slice(self.k.starts[0], self.k.starts[0] + 2 * self.k.width)
-        both = weight[rows], None if bias is None else bias[rows]
-        finish = self.key_norm(), self.key_rotary(), self.rounding
-        return KVProjection(*both, len(self.k.starts), self.k.head_dim, *finish)
+        return KVProjection(
+            weight[rows],
+            None if bias is None else bias[rows],
+            len(self.k.starts),
+            self.k.head_dim,
+            self.key_norm(),
+            self.key_rotary(),
+            self.rounding,
+        )
 
     def compute(
         self, hidden: torch.Tensor, positions: torch.Tensor
