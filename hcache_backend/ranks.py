@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
 logger = logging.getLogger("hcache")
+
+Group: TypeAlias = dist.ProcessGroup | None  # None: a single rank
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -27,7 +29,7 @@ class OutOfStep(RuntimeError):
     """Other ranks may wait for this one for ever: its server must end."""
 
 
-def smallest(group: Any, *numbers: int) -> list[int]:
+def smallest(group: Group, *numbers: int) -> list[int]:
     """The smallest of each of ``numbers`` on all ranks of ``group``, by one MIN-reduce; of a flag 1
     if it is true on every rank. ``group`` is on the CPU (gloo); None: a single rank."""
     least = torch.tensor(numbers, dtype=torch.int64)
@@ -37,7 +39,7 @@ def smallest(group: Any, *numbers: int) -> list[int]:
     return found
 
 
-def sum_of_all_ranks(group: Any, own: torch.Tensor) -> torch.Tensor:
+def sum_of_all_ranks(group: Group, own: torch.Tensor) -> torch.Tensor:
     """What all ranks of ``group`` have, on the CPU, added in their order: equal to the bit."""
     if group is None or not dist.is_initialized() or dist.get_world_size(group=group) == 1:
         return own
@@ -47,7 +49,7 @@ def sum_of_all_ranks(group: Any, own: torch.Tensor) -> torch.Tensor:
 
 
 def all_or_none(
-    groups: tuple[Any, ...],
+    groups: tuple[Group, ...],
     work: Callable[_Arguments, _Result],
     *args: _Arguments.args,
     **kwargs: _Arguments.kwargs,

@@ -18,13 +18,14 @@ import torch.distributed as dist
 
 from hcache_backend.checks.comparison import first_problem, projected, projected_difference
 from hcache_backend.config import PROJECTION_VARIABLE
+from hcache_backend.host.ports import Server
 from hcache_backend.projection import attention, exactness, search
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.exactness import Bound, KVExactness, kv_exactness, together, worst
 from hcache_backend.projection.paged_pool import PagedPool, planes_of
 from hcache_backend.projection.projector import LayerSpec, Projector, linear_output
 from hcache_backend.projection.search import LESS_EXACT, NoSpec, find_spec
-from hcache_backend.ranks import Refused, smallest
+from hcache_backend.ranks import Group, Refused, smallest
 from hcache_backend.restore.recompute import Recomputer, TokenSpan
 from hcache_backend.server_report import LayerGroup
 from hcache_backend.streams import current_stream
@@ -326,8 +327,8 @@ class LayerSpecs:
     """Gives the projector its specs, at start and after every update of the weights. ``group``: the
     process group of the tensor-parallel ranks."""
 
-    def __init__(self, runtime: Any, probe: Probe, projector: Projector, group: Any) -> None:
-        self._runtime, self._probe, self._projector = runtime, probe, projector
+    def __init__(self, server: Server, probe: Probe, projector: Projector, group: Group) -> None:
+        self._server, self._probe, self._projector = server, probe, projector
         self._group, self._stale = group, False
         self._found: list[Found] = []
 
@@ -335,7 +336,7 @@ class LayerSpecs:
         """Look for the spec of every layer on this rank; all ranks call it. Raises Refused if not
         even the attention modules can restore pages."""
         found, problems = [], []
-        limit = int(self._runtime.runner.model_config.context_len)
+        limit = int(self._server.runner.model_config.context_len)
         for layer, hidden in zip(self._probe.layers, self._probe.hidden, strict=True):
             evidence = search.gather_evidence(layer, hidden, self._probe.positions, limit)
             problems.append(search.dependence(layer, evidence))
@@ -422,8 +423,8 @@ class LayerSpecs:
 
     def follow_weights(self) -> None:
         """Forget the specs whenever weights change, and find them anew."""
-        self._runtime.on_weights_changed.append(self._forget)
-        self._runtime.on_caches_flushed.append(self._renew)
+        self._server.on_weights_changed.append(self._forget)
+        self._server.on_caches_flushed.append(self._renew)
 
     def _forget(self) -> None:
         """Weights change: attention modules stay right, specs may not."""
@@ -439,13 +440,13 @@ class LayerSpecs:
             reason = f"after a weight update: {type(error).__name__}: {error}"
             self._found = [Found(None, reason, found.own) for found in self._found]
             if isinstance(error, Refused):
-                self._runtime.begin_quarantine(reason)
+                self._server.begin_quarantine(reason)
             else:
                 logger.exception("hcache: the search for specs raised an error")
         try:
             self.settle()
         except Refused as refused:
-            self._runtime.begin_quarantine(f"after a weight update: {refused}")
+            self._server.begin_quarantine(f"after a weight update: {refused}")
 
     def _report(self) -> None:
         groups: dict[tuple[Literal["spec", "generic"], str], list[int]] = {}
@@ -453,7 +454,7 @@ class LayerSpecs:
             refused = spec is None and found.spec is not None
             detail = "another rank has no spec" if refused else found.detail
             groups.setdefault(("generic" if spec is None else "spec", detail), []).append(layer)
-        self._runtime.projection = [
+        self._server.projection = [
             LayerGroup(
                 method=method,
                 detail=detail,
@@ -462,11 +463,11 @@ class LayerSpecs:
             )
             for (method, detail), layers in groups.items()
         ]
-        by_spec = [group for group in self._runtime.projection if group.method == "spec"]
+        by_spec = [group for group in self._server.projection if group.method == "spec"]
         parts = [f"{len(group.layers)} layers by spec ({group.detail})" for group in by_spec]
         if parts:
             logger.debug("hcache: projection: %s", "; ".join(parts))
-        for group in self._runtime.projection:
+        for group in self._server.projection:
             numbers, how = ", ".join(map(str, group.layers)), "by their attention modules"
             if group.method == "generic":
                 logger.debug("hcache: projection: layers %s %s: %s", numbers, how, group.detail)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from hcache_backend import metrics, streams
 from hcache_backend.arena import NOT_SETTLED, Ids
 from hcache_backend.checks.comparison import first_problem, projected, projected_difference
 from hcache_backend.format.page import PageLayout
+from hcache_backend.host.ports import HostPool, Server
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.projector import Projector
@@ -45,6 +46,7 @@ _BURST_SECONDS = 0.1  # ...except in bursts of this length
 _harmless = partial(metrics.harmless, "page_not_checked", "a page was not checked")
 
 _Layer = TypeVar("_Layer")
+_Left = TypeVar("_Left")
 
 
 class _Pace:
@@ -71,27 +73,28 @@ class _Pace:
 
 
 @dataclass
-class _Check:
+class _Check(Generic[_Left]):
     """A host page to compare. ``left``: the layers, or parts of them, to compare. ``buffer``: what
     they are compared by, on the CPU once ``event`` has passed; None: this rank abstains."""
 
     host_page: int
-    left: deque[Any]
+    left: deque[_Left]
     buffer: HostBuffer | None = None
     problem: str | None = None  # found before the results arrived
     event: Event = field(init=False)
 
 
-class _Checks(ABC, Generic[_Layer]):
+class _Checks(ABC, Generic[_Layer, _Left]):
     """Chooses one of ``check_every_pages`` pages of all transfers, and a few of ``layers`` of it,
     the same on every rank, and keeps the checks that wait. ``failed``: a page was wrong."""
 
-    def __init__(self, runtime: Any, pool: Any, layers: Sequence[_Layer]) -> None:
+    def __init__(self, server: Server, pool: HostPool, layers: Sequence[_Layer]) -> None:
+        assert server.config is not None
         self.failed = False
-        self._runtime, self._pool, self._layers = runtime, pool, deque(layers)
-        self._every: int = runtime.config.check_every_pages
+        self._server, self._pool, self._layers = server, pool, deque(layers)
+        self._every = server.config.check_every_pages
         self._pages_before = 0  # pages until the next one that is chosen
-        self._waiting: deque[_Check] = deque()
+        self._waiting: deque[_Check[_Left]] = deque()
         self._buffers = HostBuffers(pool.device_pool.device)
         self._pace = _Pace()
         self._tired = False  # on all ranks, or on none
@@ -120,11 +123,11 @@ class _Checks(ABC, Generic[_Layer]):
         self._waiting.clear()
 
     @abstractmethod
-    def _parts(self, host_page: int, layers: Sequence[_Layer]) -> deque[Any]:
+    def _parts(self, host_page: int, layers: Sequence[_Layer]) -> deque[_Left]:
         """:attr:`_Check.left` of a page."""
 
     @abstractmethod
-    def _launch(self, check: _Check, layers: Sequence[_Layer], slots: torch.Tensor) -> None:
+    def _launch(self, check: _Check[_Left], layers: Sequence[_Layer], slots: torch.Tensor) -> None:
         """Begin to bring the buffer of ``check``; may raise. ``slots``: of the page's tokens."""
 
     def _choose(self, pages: int) -> int | None:
@@ -144,41 +147,44 @@ class _Checks(ABC, Generic[_Layer]):
         buffer.values.copy_(values.view(-1), non_blocking=True)
         return buffer
 
-    def _compared(self, check: _Check) -> None:
+    def _compared(self, check: _Check[_Left]) -> None:
         metrics.TOKENS.count("checked", self._pool.page_size)
         if check.buffer is not None:
             self._buffers.give_back(check.buffer)
 
     def _fail(self, problem: str) -> None:
-        """A page is wrong: the runtime loses its trust."""
+        """A page is wrong: the server loses its trust."""
         self.failed = True
-        if self._runtime.quarantine is None:
+        if self._server.quarantine is None:
             metrics.PROBLEMS.count("self_check")
-            self._runtime.begin_quarantine(f"the self-check in service failed: {problem}")
+            self._server.begin_quarantine(f"the self-check in service failed: {problem}")
 
 
-class KVChecks(_Checks[int]):
+_Part = tuple[tuple[int, ...], slice, int]  # layers of a slot, their place in the buffer, part
+
+
+class KVChecks(_Checks[int, _Part]):
     """Compares K and V of a sample of transfers with the pool. Values of the pool are copied once
     more, and encoded pages decoded, in another way. A page of a lossy codec may also be the code of
     the pool's values. ``failed`` is the same on every rank."""
 
-    def __init__(self, runtime: Any, pool: Any, kv: KVSegments) -> None:
-        super().__init__(runtime, pool, kv.layers)
+    def __init__(self, server: Server, pool: HostPool, kv: KVSegments) -> None:
+        super().__init__(server, pool, kv.layers)
         self._kv = kv
         self._compares = False  # in the last turn; the same on every rank
         self._wrong: str | None = None  # on this rank
 
-    def _parts(self, host_page: int, layers: Sequence[int]) -> deque[Any]:
+    def _parts(self, host_page: int, layers: Sequence[int]) -> deque[_Part]:
         """Layers that share a slot, the place of their K and V in the buffer, and the part of the
         slot (:attr:`KVSegments.parts`)."""
-        parts, at = deque[Any](), 0
+        parts, at = deque[_Part](), 0
         for slot in dict.fromkeys(map(self._layout_of(host_page).sharing, layers)):
             end = at + sum(map(self._kv.bytes_of, slot))
             parts.extend((slot, slice(at, end), part) for part in range(self._kv.parts))
             at = end
         return parts
 
-    def _launch(self, check: _Check, layers: Sequence[int], slots: torch.Tensor) -> None:
+    def _launch(self, check: _Check[_Part], layers: Sequence[int], slots: torch.Tensor) -> None:
         every = [layer for slot, _, part in check.left if part == 0 for layer in slot]
         check.buffer = self._to_host(self._kv.held(every, slots))
 
@@ -205,11 +211,11 @@ class KVChecks(_Checks[int]):
         if self._wrong is not None or not check.left:
             self._compared(self._waiting.popleft())
 
-    def _arrived(self, check: _Check) -> bool:
+    def _arrived(self, check: _Check[_Part]) -> bool:
         depth = self._pool.depth(np.array([check.host_page]))
         return check.event.query() and bool(depth[0] != NOT_SETTLED)
 
-    def _problem(self, check: _Check) -> str | None:
+    def _problem(self, check: _Check[_Part]) -> str | None:
         try:
             check.event.synchronize()
         except StreamFailed as failed:
@@ -231,7 +237,7 @@ class KVChecks(_Checks[int]):
         return layout
 
 
-class ServiceChecks(_Checks[AttentionLayer]):
+class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
     """Projects a sample of backups with hidden states and compares them with the pool. With a spec
     each rank projects its own shard of a page's tokens, with its own heads. An attention module may
     exchange every token with other ranks, so all ranks get the whole page. ``exchange``: between
@@ -240,15 +246,15 @@ class ServiceChecks(_Checks[AttentionLayer]):
 
     def __init__(
         self,
-        runtime: Any,
-        pool: Any,
+        server: Server,
+        pool: HostPool,
         hidden_layers: Sequence[AttentionLayer],
         codec: Codec,
         projector: Projector,
         exchange: Exchange | None,
         order: CollectiveOrder | None,
     ) -> None:
-        super().__init__(runtime, pool, hidden_layers)
+        super().__init__(server, pool, hidden_layers)
         self._codec, self._projector = codec, projector
         self._exchange, self._order = exchange, order
         self._shards: torch.Tensor | None = None
@@ -258,7 +264,7 @@ class ServiceChecks(_Checks[AttentionLayer]):
             shape = (exchange.shards, shard.stop - shard.start)
             self._shards = torch.empty(shape, dtype=torch.uint8, device=pool.device_pool.device)
         # A running check may project rows of the old weights with the new ones.
-        runtime.on_weights_changed.append(self.forget)
+        server.on_weights_changed.append(self.forget)
 
     def ask(self, turn: Turn) -> None:
         """Say which results have arrived."""
@@ -286,10 +292,15 @@ class ServiceChecks(_Checks[AttentionLayer]):
             if problem is not None:
                 self._fail(problem)
 
-    def _parts(self, host_page: int, layers: Sequence[AttentionLayer]) -> deque[Any]:
+    def _parts(self, host_page: int, layers: Sequence[AttentionLayer]) -> deque[AttentionLayer]:
         return deque(layers)
 
-    def _launch(self, check: _Check, layers: Sequence[AttentionLayer], slots: torch.Tensor) -> None:
+    def _launch(
+        self,
+        check: _Check[AttentionLayer],
+        layers: Sequence[AttentionLayer],
+        slots: torch.Tensor,
+    ) -> None:
         """Differences of ``layers`` from the pool, float64 ``[layers * 2]``, go to the buffer, if
         all can be computed. All ranks get to the exchange of each layer, even if one raises; the
         collectives of an attention module are not covered. Raises ExchangeFailed on all ranks."""
@@ -343,7 +354,7 @@ class ServiceChecks(_Checks[AttentionLayer]):
         gather(self._shards, lambda there: there.copy_(own, non_blocking=True))
         return self._shards
 
-    def _problem(self, check: _Check) -> str | None:
+    def _problem(self, check: _Check[AttentionLayer]) -> str | None:
         try:
             check.event.synchronize()
         except StreamFailed:  # capture broke, and nothing is backed up any more

@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import ByteSize
 from rich.console import Console
@@ -22,6 +22,8 @@ from hcache_backend.plan.model_config import read_dtype, read_hybrid
 from hcache_backend.plan.model_shape import ModelShape, PlannedCodec, Sides
 from hcache_backend.server_report import ServerReport
 from hcache_backend.store import is_store_folder
+
+_Found = TypeVar("_Found")
 
 SERVER = "http://127.0.0.1:30000"
 FOLDERS_HELP = "Folders of the store. Default: `dirs` of HCACHE_CONFIG, otherwise a server's."
@@ -79,7 +81,9 @@ def served_model(path: Path, tp: int = 1) -> tuple[ModelShape, Sides | None, str
     return shape, sides, dtype
 
 
-def ask(server: str, path: str, seconds: float, *, body: Any = None, key: str | None = None) -> str:
+def ask(
+    server: str, path: str, seconds: float, *, body: object = None, key: str | None = None
+) -> str:
     """The answer of the server at ``HOST:PORT``, or ``http://HOST:PORT``. Pauses in it are no
     longer than ``seconds``. ``body`` is posted as JSON if it is not None; ``key`` is the server's
     API key. Raises a RequestError."""
@@ -115,7 +119,9 @@ def error_text(text: str) -> str:
     return str(error.get("message", error) if isinstance(error, Mapping) else error).strip()
 
 
-def output(found: Any, as_json: bool, show: Callable[[Any], object], failed: bool = False) -> None:
+def output(
+    found: _Found, as_json: bool, show: Callable[[_Found], object], failed: bool = False
+) -> None:
     """Print a command's result as JSON, or let ``show`` print it; status 1 if it ``failed``."""
     if as_json:
         echo(json.dumps(found, indent=2))

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from hcache_backend.arena import Ids
 from hcache_backend.capture.ledger import Read
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.format.page import PageLayout
+from hcache_backend.host.ports import Controller, HostPool
 from hcache_backend.metrics import logger
 from hcache_backend.ranks import Turn
 
@@ -66,10 +67,11 @@ class Backup:
 class NodeBackups:
     """Scheduler thread only."""
 
-    _pool: Any  # an OwnPagesPool
+    _pool: HostPool
     _capture: StagedCapture | None  # None: pages hold K and V only
     _layouts: NodeLayouts | None  # chooses those of nodes; None: all have the pool's
-    _controller: Any  # an OwnPagesController
+    _controller: Controller
+    _start: Callable[[], None]  # has HiCache launch the backups that are ready
     _alone: bool  # there are no pipeline stages, which cannot agree
 
     def __post_init__(self) -> None:
@@ -87,7 +89,7 @@ class NodeBackups:
         """Launch backups that need not wait any more."""
         chosen = self._layouts is not None and self._layouts.answered()
         if self.settle_when_idle() or chosen:
-            self._controller.start_writing()
+            self._start()
 
     def forget(self) -> None:
         self._waiting.clear()

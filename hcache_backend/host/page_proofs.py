@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from hcache_backend import metrics
 from hcache_backend.arena import Arena, Ids
 from hcache_backend.format.envelope import key_bytes
 from hcache_backend.format.page import Bytes, Ints, PageLayout
+from hcache_backend.host.ports import Namespaces
 from hcache_backend.metrics import logger
 
 
@@ -20,7 +20,7 @@ from hcache_backend.metrics import logger
 class PageProofs:
     """Pages with hidden states (``_captured``) have their header when their rows are proven."""
 
-    _runtime: Any  # the process's :class:`.Runtime`, with its weights and their namespace
+    _runtime: Namespaces
     _arena: Arena
     _layout: PageLayout
     _captured: bool

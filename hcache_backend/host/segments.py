@@ -82,10 +82,8 @@ class KVSegments:
         planes, encoder = self.planes(layer), self._encoder
         itemsize = planes[0].dtype.itemsize
         if self.latent:
-            latent = self.page_size, planes[0][0].numel(), itemsize
-            if encoder is None:
-                return latent_layer(*latent)
-            return latent_layer(*latent, encoder.code, *encoder.unit_bytes)
+            latent = partial(latent_layer, self.page_size, planes[0][0].numel(), itemsize)
+            return latent() if encoder is None else latent(encoder.code, *encoder.unit_bytes)
         k, v = (buffer[0].numel() * self._ranks for buffer in planes)
         if encoder is None:
             return kv_layer(self.page_size, k, v, itemsize, self._whole_groups)

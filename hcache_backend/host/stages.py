@@ -13,34 +13,38 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from hcache_backend.arena import Arena, Ids
+from hcache_backend.host.ports import Trust
 from hcache_backend.metrics import logger
+from hcache_backend.ranks import Group
+
+_Value = TypeVar("_Value")
 
 _BROUGHT = 0  # instead of a backup's number: L3 brought the page, to all stages or none
 _LOST = np.iinfo(np.int64).max
 
 
-class PipelineStages:
+class PipelineStages(Generic[_Value]):
     """Gathers values of all pipeline stages. ``group``: of the stages, for this alone; None if
     there is one. A stage passes a request on only after it is done with it, so its scheduler thread
     cannot wait for an answer. Exchanges have their own thread, and end in the order in which they
     began."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
-        self._said: SimpleQueue[tuple[Any, Future[list[Any]]]] = SimpleQueue()
+        self._said: SimpleQueue[tuple[_Value, Future[list[_Value]]]] = SimpleQueue()
         if group is not None:
             threading.Thread(target=self._exchange, name="hcache-stages", daemon=True).start()
 
-    def say(self, own: Any) -> Future[list[Any]]:
+    def say(self, own: _Value) -> Future[list[_Value]]:
         """Values of all stages (pickled), in order, once each has said one; every stage must."""
-        future: Future[list[Any]] = Future()
+        future: Future[list[_Value]] = Future()
         if self._group is None:
             future.set_result([own])
         else:
@@ -68,14 +72,14 @@ class _Said(NamedTuple):
 class StagePages:
     """State of the host pages of all stages. Scheduler thread only, except :meth:`brought`."""
 
-    _runtime: Any  # the process's :class:`.Runtime`
+    _trust: Trust
     _arena: Arena
     _host_pages: int  # number of them, the same on every stage
     # Makes a group of the stages, on all of them; None if there is one.
-    _new_group: Callable[[], Any]
+    _new_group: Callable[[], Group]
 
     def __post_init__(self) -> None:
-        self._group, self._stages = self._new_group(), PipelineStages(self._new_group())
+        self._group, self._stages = self._new_group(), PipelineStages[_Said](self._new_group())
         self.alone = self._group is None
         self._is_first = self.alone or dist.get_rank(group=self._group) == 0
         self._decided: list[SimpleQueue[bool]] = []  # of each other stage, on the first one
@@ -107,7 +111,7 @@ class StagePages:
         while self._unsaid and (whole := self._arena.whole(self._unsaid[0])) is not None:
             number = self._backups - len(self._unsaid) + 1
             self._unsaid.popleft()
-            said = _Said(whole, self._runtime.quarantine is None)
+            said = _Said(whole, self._trust.quarantine is None)
             self._unheard.append((number, self._stages.say(said)))
         while self._unheard and self._unheard[0][1].done():
             number, heard = self._unheard.popleft()
@@ -145,4 +149,4 @@ class StagePages:
             self._backup_of[self._backup_of == number] = _LOST
         self._confirmed = number
         if not all(said.trusted for said in stages):
-            self._runtime.begin_quarantine("another pipeline stage failed its self-check")
+            self._trust.begin_quarantine("another pipeline stage failed its self-check")

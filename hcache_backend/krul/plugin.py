@@ -17,11 +17,13 @@ import torch
 
 from hcache_backend import metrics
 from hcache_backend.config import KrulOption
+from hcache_backend.format.page import PageLayout
+from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul import pairs as layer_pairs
 from hcache_backend.krul.pairs import PROBE_TOKENS, CodedPair, PairChoice, PairSums
-from hcache_backend.krul.segments import PairedLayout, PairedSegments
+from hcache_backend.krul.segments import PairedLayout, PairedSegments, paired
 from hcache_backend.metrics import logger
-from hcache_backend.ranks import Refused, Said, Turn, smallest, sum_of_all_ranks
+from hcache_backend.ranks import Group, Refused, Said, Turn, smallest, sum_of_all_ranks
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor
 
@@ -52,7 +54,7 @@ class NodePairs:
     _recomputer: Recomputer | None  # None after a failure to observe attention, _problem
     _choice: PairChoice
     _layout: PairedLayout  # of pages whose pairs no attention has chosen
-    _group: Any  # the tensor-parallel ranks
+    _group: Group  # the tensor-parallel ranks
     _ranks: int
     _problem: Exception | None = None
     _said: Said | None = None
@@ -216,10 +218,14 @@ class Krul:
         pairs = max(1, int(self._option.ratio * kvcache.layer_num / 2))
         return PairedSegments(kvcache, layers, page_size, groups, pairs)
 
-    def settle(self, kv: Any, layout: Any, slots: torch.Tensor, group: Any) -> PairedLayout:
+    def settle(
+        self, kv: KVSegments, layout: PageLayout, slots: torch.Tensor, group: Group
+    ) -> PairedLayout:
         """The layout with default pairs, after a look for pairs that all ranks may merge; all ranks
         of ``group`` call it. K and V of the model are in ``slots``, int64 ``[p * page_size]``."""
-        option, layers, number = self._option, len(layout.layers), len(layout.pairs)
+        layout, option = paired(layout), self._option
+        layers, number = len(layout.layers), len(layout.pairs)
+        assert isinstance(kv, PairedSegments)
         every, wanted = [*combinations(range(layers), 2)], option.pairs or ()
         try:  # alike on all ranks
             layer_pairs.check_pairs(layers, wanted)
@@ -241,7 +247,7 @@ class Krul:
             raise Refused(problem)
         mergeable = frozenset(pair for pair, fits in zip(every, agreed, strict=True) if fits)
         self.choice = PairChoice(layers, number, mergeable, option.ratio, option.gamma)
-        settled: PairedLayout = layout.with_pairs(self.choice.coded(wanted))
+        settled = layout.with_pairs(self.choice.coded(wanted))
         named = ", ".join(f"{first} and {second} {code}" for first, second, code in settled.pairs)
         said = "hcache: %d of %d pairs of layers may be merged; until others are chosen: %s"
         logger.debug(said, len(mergeable), len(every), named)
@@ -271,5 +277,7 @@ class Krul:
         if problems:
             raise Refused(f"{type(problems[0]).__name__}: {problems[0]}")
 
-    def backups(self, recomputer: Recomputer, layout: Any, group: Any, ranks: int) -> NodePairs:
-        return NodePairs(recomputer, self.choice, layout, group, ranks)
+    def backups(
+        self, recomputer: Recomputer, layout: PageLayout, group: Group, ranks: int
+    ) -> NodePairs:
+        return NodePairs(recomputer, self.choice, paired(layout), group, ranks)

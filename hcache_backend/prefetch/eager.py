@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 
 from hcache_backend.host.loads import Adopted, runs
+from hcache_backend.host.ports import DevicePages
 from hcache_backend.plan.restore import READ_BATCHES
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import StreamFailed
@@ -101,7 +102,7 @@ class Reservation:
 class Recomputation(NamedTuple):
     """Consecutive pages of a prefetch whose first layers can be recomputed now."""
 
-    prefetch: Any
+    operation: Any  # SGLang's, of the prefetch
     reservation: Reservation
     pages: range  # their numbers in the reservation
     layers: int  # first layers that each of them lacks
@@ -144,7 +145,7 @@ class EagerRestores:
     """Reserves device pages for prefetches. Scheduler thread only."""
 
     _size: int  # tokens of a page
-    _free: Any  # device pages that are free (:class:`.ReservablePages`)
+    _free: DevicePages
     _launch: LaunchRestore
     limit: int  # most reserved pages
     _at_once: Callable[[int], int] = lambda pages: 1  # from :func:`launch_pages`

@@ -10,12 +10,12 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hcache_backend import metrics, streams
 from hcache_backend.capture.hooks import RecomputedRows
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
+from hcache_backend.host.ports import Controller, DevicePages, HostPool
 from hcache_backend.metrics import logger
 from hcache_backend.plan.restore import side_by_side
 from hcache_backend.prefetch import eager
@@ -42,8 +42,8 @@ class Offer(NamedTuple):
 class EagerLoads:
     """Pages of running prefetches are restored, and loads get them."""
 
-    _pages: Any  # of the device (:class:`.ReservablePages`)
-    _pool: Any
+    _pages: DevicePages
+    _pool: HostPool
     _pipeline: RestorePipeline
     _loads: LoadQueue
     _limit: int  # most reserved pages
@@ -56,7 +56,7 @@ class EagerLoads:
     def __post_init__(self) -> None:
         pages, pool = self._pages, self._pool
         self.governor = Governor()
-        self._controller: Any = None
+        self._controller: Controller | None = None  # None until the first turn
         # Not SGLang's stream of loads: that one waits for restores of other requests.
         self._stream = streams.new_stream(pages.device, "eager")
         self._saving = streams.new_stream(pages.device, "saves")
@@ -90,8 +90,7 @@ class EagerLoads:
             if meeting is not None:
                 there = meeting.here
                 met = there.start <= meeting.front
-                on_device = is_on_device(cache.tree_core, prefetch.anchor)
-                may = on_device and self.recomputes_pages
+                may = self._pages.holds(prefetch.anchor) and self.recomputes_pages
                 meeting.reachable = restores.reachable(operation) if may else 0
             arrived = restores.arrived(operation, there.stop, there.start, last=met)
             if arrived:
@@ -118,6 +117,7 @@ class EagerLoads:
             unread = len(self._loads.methods.methods)
         self.restores.reserve(operation, keys, host_pages[: len(keys)], unread)
         # Forward passes that were launched may still use pages that are free already.
+        assert self._controller is not None
         self._controller.after_forwards(self._stream)
 
     def _launch(self, host_pages: Ids, slots: torch.Tensor) -> tuple[RunningRestore, int]:
@@ -160,7 +160,7 @@ class EagerLoads:
             if (prefix := self._tokens_before(due)) is None:
                 continue
             until = math.inf, math.inf
-            meeting = self._prefetches.of(due.prefetch).meeting if due.unread else None
+            meeting = self._prefetches.of(due.operation).meeting if due.unread else None
             if meeting is not None:
                 together, alone = self.until_met(meeting, prefix)
                 until = alone, together  # slower pages are read sooner, some or all
@@ -178,7 +178,7 @@ class EagerLoads:
             offer = self._offers.pop(0)
             [pages] = offer.said.least
             # The turn may have ended the prefetch, on all ranks.
-            ended = offer.due.unread and offer.due.prefetch.is_terminated()
+            ended = offer.due.unread and offer.due.operation.is_terminated()
             pages = self._taken(offer, 0 if launched or ended else pages)
             if pages:
                 launched = self._recompute_slice(offer.due.first(pages))
@@ -196,22 +196,24 @@ class EagerLoads:
         if not due.unread:
             [page] = self._pool.arena.pages(due.host_pages[:1], header=True)
             return int(self._pool.page_layout.positions(page)[0])
-        others = self._before_prefetch(due.prefetch)
-        if others is None or due.prefetch.is_terminated() or not self.recomputes_pages:
+        others = self._before_prefetch(due.operation)
+        if others is None or due.operation.is_terminated() or not self.recomputes_pages:
             return None
-        follows = len(others) == due.prefetch.storage_start  # or its pages follow other tokens
+        follows = len(others) == due.operation.storage_start  # or its pages follow other tokens
         return len(others) + due.pages.start * self._pool.page_size if follows else None
 
     def _recompute_slice(self, due: Recomputation) -> bool:
         """Recompute all of ``due``. Returns True if that was launched."""
-        others = self._before_prefetch(due.prefetch)
+        others = self._before_prefetch(due.operation)
         if others is None:
             return False
         slots, before = self.restores.slots(due)
         prefix, size = torch.cat((others, before)), self._pool.page_size
         if due.unread:
             tokens = slice(due.pages.start * size, due.pages.stop * size)
-            token_ids = token_array(due.prefetch.token_ids)[tokens].astype(np.int64)
+            of_hit = self._prefetches.of(due.operation).token_ids
+            assert of_hit is not None
+            token_ids = of_hit[tokens]
             recompute = self._loads.recompute_pages(token_ids, prefix)
         else:
             recompute = self._loads.recompute_of(due.host_pages, due.layers, lambda: prefix)
@@ -242,17 +244,17 @@ class EagerLoads:
             metrics.TOKENS.count("eager_recomputed", len(slots))
         else:
             metrics.L3_TOKENS.count("recomputed", len(slots))
-            meeting = self._prefetches.of(due.prefetch).meeting
+            meeting = self._prefetches.of(due.operation).meeting
             assert meeting is not None
             meeting.launched(due.pages)
-            due.prefetch.completed_tokens = meeting.pages * size
+            due.operation.completed_tokens = meeting.pages * size
         return True
 
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
-        tree, anchor = self._pages.cache.tree_core, self._prefetches.of(prefetch).anchor
-        return slots_to(tree, anchor) if is_on_device(tree, anchor) else None
+        anchor = self._prefetches.of(prefetch).anchor
+        return self._pages.slots_to(anchor) if self._pages.holds(anchor) else None
 
-    def load(self, load: QueuedLoad, ask: Callable[[], Any]) -> Any:
+    def load(self, load: QueuedLoad, ask: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
         """Let SGLang queue ``load`` (at least one page), by ``ask``, with the prepared device
         pages. Returns the result of ``ask``: device indices, or None if SGLang has no room."""
         self._pages.load = load
@@ -281,21 +283,3 @@ class EagerLoads:
     def forget(self) -> None:
         """Drop all that was restored and not adopted."""
         self.restores.clear()
-
-
-def token_array(token_ids: Any) -> npt.NDArray[np.int32]:
-    """Token ids of a storage operation (a key, a list or an array) as int32 ``[n]``."""
-    return np.asarray(getattr(token_ids, "token_ids", token_ids), dtype=np.int64).astype(np.int32)
-
-
-def is_on_device(tree: Any, node: Hashable) -> bool:
-    """True if the device has K and V of all tokens up to the end of a node of SGLang's tree."""
-    root = tree.empty_match_result.last_device_node
-    return bool(node == root or not tree.is_full_device_evicted(node))
-
-
-def slots_to(tree: Any, node: Hashable) -> torch.Tensor:
-    """Slots of all tokens up to the end of a node of SGLang's tree, int64 ``[n]``."""
-    root = tree.empty_match_result.last_device_node
-    slots: torch.Tensor = tree.collect_full_device_indices(node, root)
-    return slots

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
+from hcache_backend.arena import Ids
 from hcache_backend.plan.restore import side_by_side, until_there
 
 _REMEMBERED = 4096  # refused requests
@@ -164,6 +165,7 @@ class Prefetch:
     probed: Hit | None = None  # the whole hit, if it is read to measure the present speed of L3
     meeting: Meeting | None = None  # None: it is read in order
     anchor: Any = None  # SGLang's node before it
+    token_ids: Ids | None = None  # from the hit on; None: it is read in order
     arrived: int = 0  # of the hit, on all ranks
     step: int = 1  # arrivals are multiples of this
     whole: bool = False  # a part of it is worth nothing without the rest

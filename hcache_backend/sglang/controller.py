@@ -30,20 +30,22 @@ from hcache_backend.config import ConfigError
 from hcache_backend.host.loads import UNKNOWN, LoadQueue, Prefix, QueuedLoad, TokenIds
 from hcache_backend.host.node_backups import NodeBackups, NodeLayouts
 from hcache_backend.host.page_proofs import PageProofs
+from hcache_backend.host.ports import Controller
 from hcache_backend.host.stages import StagePages
 from hcache_backend.prefetch.eager import batch_pages
-from hcache_backend.prefetch.eager_loads import EagerLoads, token_array
+from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.prefetch import Meeting, Prefetches, Recomputing
 from hcache_backend.ranks import Part, Turn, smallest
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.sglang.runtime import Runtime, current
 from hcache_backend.sglang.storage_threads import READ
+from hcache_backend.sglang.tree import token_array
 
 _STAGED_PASSES = 16  # at least as many as are under way between pipeline stages
 
 
-class OwnPagesController(HybridCacheController):
+class OwnPagesController(HybridCacheController, Controller):
     """``_page_*`` run in HiCache's storage threads, all else on the scheduler thread."""
 
     def __init__(
@@ -70,7 +72,7 @@ class OwnPagesController(HybridCacheController):
         positions = int(runtime.runner.model_config.context_len)
         of_pages = runtime, pool.arena, pool.page_layout
         self._proofs = PageProofs(*of_pages, capture is not None, positions)
-        self._backups = NodeBackups(pool, capture, layouts, self, stages.alone)
+        self._backups = NodeBackups(pool, capture, layouts, self, self.start_writing, stages.alone)
         if capture is not None and not stages.alone:
             capture.ledger.without_results = _STAGED_PASSES
         parts = (eager, self._backups, checks, kv_checks)
@@ -282,7 +284,9 @@ class OwnPagesController(HybridCacheController):
         operation = super().prefetch(*args, **kwargs)
         # Before the scheduler hears of the hit: nothing is read earlier.
         if self.recomputing is not None:
-            self._runtime.prefetches.of(operation).meeting = Meeting()
+            prefetch = self._runtime.prefetches.of(operation)
+            prefetch.token_ids = token_array(operation.token_ids).astype(np.int64)
+            prefetch.meeting = Meeting()
         return operation
 
     @property

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from hcache_backend import metrics
+from hcache_backend.fingerprint import Weights
 from hcache_backend.sglang.compat import is_first
 from hcache_backend.sglang.hook_registry import Hook, OnError, Original
-from hcache_backend.sglang.runtime import Weights, current
+from hcache_backend.sglang.runtime import current
 
 _MODULES = "sglang.srt.disaggregation."
 

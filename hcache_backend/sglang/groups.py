@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from hcache_backend.config import ConfigError
 from hcache_backend.metrics import logger
+from hcache_backend.ranks import Group
 
 _Result = TypeVar("_Result")
 
@@ -28,7 +29,7 @@ def attention_ranks() -> Any:
     return get_attn_tp_group()
 
 
-def new_stage_group() -> Any:
+def new_stage_group() -> Group:
     """A gloo process group of this rank's pipeline stages; None if there is one stage."""
     if not dist.is_initialized():
         return None
@@ -42,7 +43,7 @@ def new_stage_group() -> Any:
     return dist.new_group(group.ranks, patience, backend="gloo", use_local_synchronization=True)
 
 
-def said_by_all_ranks(own: Any) -> list[Any]:
+def said_by_all_ranks(own: _Result) -> list[_Result]:
     """``own`` (pickled) of all ranks that attach a storage backend together."""
     if not dist.is_initialized():
         return [own]

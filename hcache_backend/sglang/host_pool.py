@@ -17,6 +17,7 @@ from hcache_backend.capture.hooks import RecomputedRows
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.format.page import PageLayout
 from hcache_backend.host.loads import LoadQueue
+from hcache_backend.host.ports import HostPool
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.metrics import logger
 from hcache_backend.restore.report import RunningRestore
@@ -38,7 +39,7 @@ class HostPages(NamedTuple):
     shadows: int
 
 
-class OwnPagesPool(HostKVCache):
+class OwnPagesPool(HostKVCache, HostPool):
     """Our pages in host memory; opaque bytes to everything else in HiCache. Raises ValueError if
     the machine has not enough memory. HiCache's host indices are logical: the arena maps them to
     memory, which also holds the shadows of the device's pages. HiCache moves indices by ``layout``,

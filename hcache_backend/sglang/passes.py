@@ -21,7 +21,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from hcache_backend.checks.probe import Observation, Passed, is_quantised, probe_tokens
 from hcache_backend.projection.paged_pool import PagedPool
-from hcache_backend.ranks import Refused, smallest
+from hcache_backend.ranks import Group, Refused, smallest
 from hcache_backend.restore.recompute import RecomputePass, Recomputer
 from hcache_backend.sglang.arguments import NO_REQUEST, page_size, resolved
 from hcache_backend.sglang.compat import set_extend_range
@@ -55,7 +55,7 @@ def run_again(runner: Any, lengths: Sequence[int], before: int = 0) -> Sequence[
 
 
 @torch.no_grad()
-def prefill_and_decode(runner: Any, tokens: int, ranks: Any, *, graphs: bool) -> torch.Tensor:
+def prefill_and_decode(runner: Any, tokens: int, ranks: Group, *, graphs: bool) -> torch.Tensor:
     """Run all but the last token of a prompt that begins as the probe, then the last one; returns
     the slots, int64 ``[tokens]``, at least two. The decode step uses a recorded CUDA graph, and
     with ``graphs`` the prefill too. Raises Refused if another of ``ranks`` failed."""

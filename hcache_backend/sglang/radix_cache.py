@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from hcache_backend import metrics
-from hcache_backend.prefetch.eager_loads import is_on_device, slots_to
 from hcache_backend.prefetch.gate import harmless
 from hcache_backend.ranks import Turn
 from hcache_backend.sglang import waiting
@@ -16,6 +15,7 @@ from hcache_backend.sglang.arguments import is_plain
 from hcache_backend.sglang.hook_registry import Hook, OnError, Original
 from hcache_backend.sglang.runtime import current
 from hcache_backend.sglang.storage_threads import gate_of, keys_to, our_l3, pages_per_report
+from hcache_backend.sglang.tree import is_on_device, slots_to
 
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 

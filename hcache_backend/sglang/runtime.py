@@ -16,6 +16,7 @@ from hcache_backend.capture.staging import Staging
 from hcache_backend.config import HCacheConfig
 from hcache_backend.fingerprint import (
     TensorDigest,
+    Weights,
     digest_tensors,
     fingerprint,
     model_tensors,
@@ -42,15 +43,6 @@ from hcache_backend.store import PageStore
 JUDGING = "judging L3 hits"  # a capability (start/capabilities.py)
 _UNTOLD = "the weights were updated and not all pipeline stages have said theirs"
 _REASONS = ("quarantined", "not_restorable", "flush_needed", "stages")
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Present weights of one pipeline stage or of all."""
-
-    fingerprint: bytes  # digest over all tensor-parallel ranks
-    suspended: str | None = None  # reason why L3 takes and gives nothing at present
-    whole: bytes = b""  # digest that does not depend on the number of ranks
 
 
 @dataclass
@@ -104,7 +96,7 @@ class Runtime:
     # why L3 is suspended, by the metric's label; the first reason in _REASONS counts
     _reasons: dict[str, str | None] = field(default_factory=lambda: dict.fromkeys(_REASONS))
     _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
-    _stages: PipelineStages | None = None
+    _stages: PipelineStages[Weights | None] | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _stand_in: Weights | None = None
     _updates_untold: int = 0

@@ -4,10 +4,12 @@ reads a prefetch, one tells other ranks."""
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.gate import HitGate, harmless
+from hcache_backend.sglang.backups import Backups
 from hcache_backend.sglang.hook_registry import Hook, Original
 from hcache_backend.sglang.runtime import current
 
@@ -23,10 +25,27 @@ def gate_of(cache: Any) -> HitGate | None:
     return current().hit_gate if getattr(cache, "enable_storage", False) else None
 
 
-def our_l3(cache: Any) -> Any:
-    """The :class:`HCacheStorage` of ``cache``; None if its L3 is another one, or none."""
+class EventQueue(Protocol):
+    """Events for routers (:class:`.L3Events`)."""
+
+    def take(self) -> list[Any]: ...
+
+
+class OurL3(Protocol):
+    """Our storage backend (:class:`.HCacheStorage`)."""
+
+    backups: Backups
+
+    @property
+    def events(self) -> EventQueue | None: ...
+    def use(self, keys: Sequence[str]) -> None: ...
+    def stop(self, cache: Any) -> None: ...
+
+
+def our_l3(cache: Any) -> OurL3 | None:
+    """The storage backend of ``cache``; None if its L3 is another one, or none."""
     controller = getattr(cache, "cache_controller", None)
-    backend = getattr(controller, "storage_backend", None)
+    backend: OurL3 | None = getattr(controller, "storage_backend", None)
     return backend if hasattr(backend, "backups") else None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackStrategy
@@ -80,6 +80,7 @@ from hcache_backend.start.machine import judge_hits, layer_methods
 from hcache_backend.start.page_plan import PagePlan
 from hcache_backend.start.sides import share_of_size, strategy_of, with_our_pool
 
+_P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
 _RESERVED = 0.5  # largest share of the device's pages that hits being read may reserve
@@ -141,7 +142,7 @@ class Start:
         self.server = Server(runtime, kvcache)
         self.projector = Projector(PagedPool(kvcache), kvcache.layer_num)
 
-    def step(self, work: Callable[..., _Result], *args: Any, **kw: Any) -> _Result:
+    def step(self, work: Callable[_P, _Result], *args: _P.args, **kw: _P.kwargs) -> _Result:
         groups = self._params.tp_cache_group, self._params.pp_cache_group
         return all_or_none(groups, work, *args, **kw)
 
@@ -446,9 +447,8 @@ def build_stack(
         runtime.on_weights_changed.append(eager.forget)
     stages = StagePages(runtime, pool.arena, plan.pages.host, new_stage_group)
     judge = partial(judge_hits, runtime, config)
-    parts: tuple[Any, ...] = runtime, pool, loads, eager, stages, kv_checks, judge
-    hidden_parts: dict[str, Any] = {"capture": capture, "checks": checks, "layouts": layouts}
-    controller = partial(OwnPagesController, *parts, **hidden_parts)
+    made = partial(OwnPagesController, runtime, pool, loads, eager, stages, kv_checks, judge)
+    controller = partial(made, capture=capture, checks=checks, layouts=layouts)
     return with_our_pool(kvcache, pool, controller)
 
 

@@ -164,7 +164,7 @@ def settle(dirs: Sequence[Path], name: str, record: PartitionRecord) -> Partitio
 
 
 def find_profile(
-    runtime: Any, config: HCacheConfig, kvcache: Any, shape: ModelShape
+    runtime: Runtime, config: HCacheConfig, kvcache: Any, shape: ModelShape
 ) -> Profile | None:
     """The profile of option ``profile``, a kept one, or a new quick one, which ``runtime`` keeps
     for the folders; None if measuring fails. Raises ConfigError if the option names none."""

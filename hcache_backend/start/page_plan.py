@@ -28,7 +28,7 @@ from hcache_backend.plan.restore import Restore
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.paged_pool import planes_of
 from hcache_backend.projection.projector import Projector
-from hcache_backend.ranks import Refused, all_or_none
+from hcache_backend.ranks import Group, Refused, all_or_none
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange, shard_of_rank
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
@@ -157,8 +157,8 @@ class PagePlan:
     ) -> RestorePipeline:
         """Restores of these pages, whose bytes are ``memory``."""
         layers, most = self.restored_layers(projector), self.methods.chunk_tokens
-        how: dict[str, Any] = {"exchange": self.exchange, "order": order}
-        return RestorePipeline(memory, self.layout, layers, most, self.kvcache.device, **how)
+        device, exchange = self.kvcache.device, self.exchange
+        return RestorePipeline(memory, self.layout, layers, most, device, exchange, order)
 
     def find_room(self) -> None:
         """Divide host memory, and take staging for capture; Refused without room."""
@@ -261,7 +261,7 @@ def _encoding_segments(
     return KVSegments(*every, shard, groups, codec, drafts)
 
 
-def choose_codec(group: Any, runtime: Runtime, probe: Probe, projector: Projector) -> Codec:
+def choose_codec(group: Group, runtime: Runtime, probe: Probe, projector: Projector) -> Codec:
     """The wanted codec of hidden states if all ranks of ``group`` can use it, or the exact one."""
     rows = probe.hidden[0]
     wanted = asked_codec(runtime, rows.dtype)
@@ -370,7 +370,12 @@ def _gigabytes(*sizes: float) -> list[str]:
 
 
 def take_staging(
-    runner: Any, layers: int, width: int, dtype: torch.dtype, device: Any, recorded_tokens: int = 0
+    runner: Any,
+    layers: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    recorded_tokens: int = 0,
 ) -> Staging:
     """Staging for ``layers`` captured ones, in the memory that SGLang left beside its KV pool.
     Raises Refused if that is too small. It holds two layers of the longest eager forward pass; two

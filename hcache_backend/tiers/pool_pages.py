@@ -99,7 +99,7 @@ class PoolPages:
 
     def ranks(self) -> list[dict[str, object]]:
         """Of each rank of the server, the :meth:`fields` that tell its pages from other ranks'."""
-        fields: Any = self.fields(0)
+        fields: dict[str, Any] = {**self.fields(0)}
         names = [name for name in ("pp", "cp", "dcp", "tp") if name in fields]
         of_each = ([[n, fields[name][1]] for n in range(fields[name][1])] for name in names)
         return [dict(zip(names, rank, strict=True)) for rank in product(*of_each)]

@@ -26,11 +26,11 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend import metrics
+from hcache_backend.fingerprint import Weights
 from hcache_backend.format.envelope import PageKeys, PageName
 from hcache_backend.metrics import logger
 from hcache_backend.sglang.arguments import may_be, page_size, warn_of_small_host_pool
 from hcache_backend.sglang.backups import Backups
-from hcache_backend.sglang.runtime import Weights
 from hcache_backend.start import attach
 from hcache_backend.tiers.events import L3Events
 from hcache_backend.tiers.pool_pages import PoolPages

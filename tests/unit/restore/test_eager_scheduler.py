@@ -132,14 +132,14 @@ class ScriptedScheduler(RuleBasedStateMachine):
         for found in self.eager.to_recompute(most):
             assert 0 < found.layers <= (2 if self.back else self.deepest)
             assert 0 < len(found.pages) <= most
-            prefetch = self.running[found.prefetch]
+            prefetch = self.running[found.operation]
             room = len(found.pages)
             if self.back:
                 assert found.unread
                 if found.pages.start != prefetch.arrived:
                     continue  # an earlier one has failed
                 room = min(room, prefetch.start - prefetch.arrived)
-            if not self.recomputes[found.prefetch] or not room:
+            if not self.recomputes[found.operation] or not room:
                 continue
             due = found.first(data.draw(st.integers(1, room)))
             slots, before = map(pages_of, self.eager.slots(due))
@@ -163,7 +163,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
             self.device.writes(restore)
             self.eager.recomputed(due, restore)  # type: ignore[arg-type]
             if failed:
-                self.recomputes[due.prefetch] = not self.back
+                self.recomputes[due.operation] = not self.back
                 return
             self.device.whole.update(slots)
             if self.back:

@@ -332,7 +332,7 @@ def test_a_front_does_not_wait_for_reads_of_a_prefetch_before_it(fronts: Fronts)
         numbers *= other_is_free
 
     first, second = fronts.begin(5), Operation(5, SIZE, first=5)
-    second.meeting, second.token_ids = Meeting(), list(range(500, 500 + 5 * SIZE))
+    second.token_ids, second.meeting = list(range(500, 500 + 5 * SIZE)), Meeting()
     fronts.cache.ongoing_prefetch[1] = second
     first.meeting.begin(5)
     assert first.meeting.next_batch(5) == range(5)
