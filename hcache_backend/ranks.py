@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -79,21 +79,8 @@ def all_or_none(
     return result
 
 
-class Part(Protocol):
-    """A part of ours that has something to do in every turn. Scheduler thread only."""
-
-    def ask(self, turn: Turn) -> None:
-        """Add what this rank knows."""
-
-    def hear(self) -> None:
-        """The ranks have agreed."""
-
-    def forget(self) -> None:
-        """L1 and L2 are emptied, and all that waits was dropped."""
-
-
-class Said(NamedTuple):
-    """Numbers that a part of ours added to a turn, and where they are among all of it."""
+class Proposal(NamedTuple):
+    """Numbers that one part of ours added to a turn: where they are among all of them."""
 
     turn: Turn
     where: slice
@@ -105,16 +92,16 @@ class Said(NamedTuple):
 
 
 class Turn:
-    """Numbers of this rank in one turn. Every rank says equally many, in the same order."""
+    """Numbers of this rank in one turn. Every rank has equally many, in the same order."""
 
     def __init__(self, cache: Any = None) -> None:
         self.cache = cache  # SGLang's radix cache, whose turn it is
         self.least: list[int] = []  # the smallest of each on all ranks, from :meth:`agree`
         self._own: list[int] = []
 
-    def say(self, *numbers: int) -> Said:
+    def propose(self, *numbers: int) -> Proposal:
         self._own += numbers
-        return Said(self, slice(len(self._own) - len(numbers), len(self._own)))
+        return Proposal(self, slice(len(self._own) - len(numbers), len(self._own)))
 
     def agree(self, reduce: Callable[[torch.Tensor, Any], object]) -> None:
         """Reduce the numbers of all ranks, if there are any, by ``reduce(tensor, operation)``."""

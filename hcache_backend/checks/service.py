@@ -32,7 +32,7 @@ from hcache_backend.host.ports import HostPool, Server
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.projector import Projector
-from hcache_backend.ranks import Said, Turn
+from hcache_backend.ranks import Proposal, Turn
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
 from hcache_backend.streams import Event, HostBuffer, HostBuffers, StreamFailed, current_stream
 from hcache_kernels.codecs import Codec
@@ -98,7 +98,7 @@ class _Checks(ABC, Generic[_Layer, _Left]):
         self._buffers = HostBuffers(pool.device_pool.device)
         self._pace = _Pace()
         self._tired = False  # on all ranks, or on none
-        self._said: Said | None = None
+        self._proposal: Proposal | None = None
 
     def transferred(self, host_pages: Ids, slots: torch.Tensor) -> None:
         """Pages (int64 ``[n]``) are copied to or from ``slots`` (int64 ``[n * page_size]``, on the
@@ -119,7 +119,7 @@ class _Checks(ABC, Generic[_Layer, _Left]):
         gone = set(host_pages.tolist())
         self._waiting = deque(check for check in self._waiting if check.host_page not in gone)
 
-    def forget(self) -> None:
+    def drop_waiting(self) -> None:
         self._waiting.clear()
 
     @abstractmethod
@@ -188,18 +188,18 @@ class KVChecks(_Checks[int, _Part]):
         every = [layer for slot, _, part in check.left if part == 0 for layer in slot]
         check.buffer = self._to_host(self._kv.held(every, slots))
 
-    def ask(self, turn: Turn) -> None:
-        """Say if the first page can be compared, and the result of the last comparison."""
-        self._said = None
+    def propose_checks(self, turn: Turn) -> None:
+        """Propose to compare the first page, if it is there; add the last comparison's result."""
+        self._proposal = None
         if not self.failed and (self._waiting or self._tired or self._compares):
             there = bool(self._waiting) and self._arrived(self._waiting[0])
-            self._said = turn.say(there, self._pace.rested, self._wrong is None)
+            self._proposal = turn.propose(there, self._pace.rested, self._wrong is None)
 
-    def hear(self) -> None:
+    def apply_checks(self) -> None:
         """The ranks have agreed: compare a part of a layer of the first page, if all can."""
-        if self._said is None:
+        if self._proposal is None:
             return
-        arrived, rested, right = self._said.least
+        arrived, rested, right = self._proposal.least
         self._tired, self._compares = not rested, bool(arrived and rested and right)
         if not right:
             self._fail(self._wrong or "a page of another rank differs")
@@ -264,11 +264,11 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
             shape = (exchange.shards, shard.stop - shard.start)
             self._shards = torch.empty(shape, dtype=torch.uint8, device=pool.device_pool.device)
         # A running check may project rows of the old weights with the new ones.
-        server.on_weights_changed.append(self.forget)
+        server.on_weights_changed.append(self.drop_waiting)
 
-    def ask(self, turn: Turn) -> None:
-        """Say which results have arrived."""
-        self._said = None
+    def propose_checks(self, turn: Turn) -> None:
+        """Propose the results that have arrived."""
+        self._proposal = None
         if self._waiting or self._tired:
             flags = []
             for check in islice(self._waiting, _AT_ONCE):
@@ -276,13 +276,13 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
                 page = np.array([check.host_page])
                 whole = self._pool.arena.whole(page) if check.event.query() else None
                 flags += [whole is not None, whole is not False]
-            self._said = turn.say(self._pace.rested, *flags)
+            self._proposal = turn.propose(self._pace.rested, *flags)
 
-    def hear(self) -> None:
+    def apply_checks(self) -> None:
         """The ranks have agreed: handle the checks whose results have arrived on all."""
-        if self._said is None:
+        if self._proposal is None:
             return
-        rested, *flags = self._said.least
+        rested, *flags = self._proposal.least
         self._tired = not rested
         for known, right in zip(flags[::2], flags[1::2], strict=True):
             if not known:

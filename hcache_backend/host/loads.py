@@ -117,7 +117,7 @@ class LoadQueue:
             load.lost_spans = [self._part(whole, slots, some) for some in pages]
         self._queued.append(load)
 
-    def forget(self) -> None:
+    def drop_queued(self) -> None:
         self._queued.clear()
 
     @metrics.timed("host_load")

@@ -23,7 +23,7 @@ from hcache_backend.krul import pairs as layer_pairs
 from hcache_backend.krul.pairs import PROBE_TOKENS, CodedPair, PairChoice, PairSums
 from hcache_backend.krul.segments import PairedLayout, PairedSegments, paired
 from hcache_backend.metrics import logger
-from hcache_backend.ranks import Group, Refused, Said, Turn, smallest, sum_of_all_ranks
+from hcache_backend.ranks import Group, Proposal, Refused, Turn, smallest, sum_of_all_ranks
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor
 
@@ -57,11 +57,11 @@ class NodePairs:
     _group: Group  # the tensor-parallel ranks
     _ranks: int
     _problem: Exception | None = None
-    _said: Said | None = None
+    _proposal: Proposal | None = None
     _nodes: deque[_Node] = field(default_factory=deque)
     _sums: OrderedDict[str, torch.Tensor] = field(default_factory=OrderedDict)
 
-    def ask(self, tree: Any, node_ids: Sequence[int]) -> None:
+    def add_node(self, tree: Any, node_ids: Sequence[int]) -> None:
         """Append the node of SGLang's ``tree`` with these ids; without a tree its pairs are those
         of the start. Raises the exception of the model if there are other ranks: they may wait for
         this one in the model's own collectives, so the server cannot go on."""
@@ -77,10 +77,10 @@ class NodePairs:
             self._ask_next()
 
     @property
-    def asked(self) -> int:
+    def nodes(self) -> int:
         return len(self._nodes)
 
-    def next(self) -> PairedLayout | None:
+    def next_layout(self) -> PairedLayout | None:
         """Remove the first node and return the layout of its pages; None if it has to wait."""
         pairs = self._nodes[0].pairs if self._nodes else None
         if pairs is None:
@@ -90,17 +90,17 @@ class NodePairs:
             metrics.PAIRS.count(code)
         return self._layout.with_pairs(pairs)
 
-    def look(self, turn: Turn) -> None:
-        """Say whether an answer has arrived."""
-        self._said = None
+    def propose_answer(self, turn: Turn) -> None:
+        """Propose the answer of the first node, if it has arrived."""
+        self._proposal = None
         if (node := self._undecided) is not None:
-            self._said = turn.say(node.event is None or node.event.query())
+            self._proposal = turn.propose(node.event is None or node.event.query())
 
-    def answered(self) -> bool:
+    def apply_answer(self) -> bool:
         """Choose by an answer that has arrived on all ranks, and ask the next node. True if the
-        first node has its pairs since now. Raises as :meth:`ask`."""
+        first node has its pairs since now. Raises as :meth:`add_node`."""
         node = self._undecided
-        if node is None or self._said is None or not self._said.least[0]:
+        if node is None or self._proposal is None or not self._proposal.least[0]:
             return False
         node.pairs = self._chosen(node)
         if self._recomputer is None:
@@ -109,7 +109,7 @@ class NodePairs:
         self._ask_next()
         return node is self._nodes[0]
 
-    def forget(self) -> None:
+    def drop_nodes(self) -> None:
         """Backups that wait were dropped, and the tree is empty."""
         self._nodes.clear()
         self._sums.clear()

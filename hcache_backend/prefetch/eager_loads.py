@@ -23,7 +23,7 @@ from hcache_backend.prefetch.eager import EagerRestores, Ids, Recomputation
 from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.prefetch import Meeting, Prefetch, Prefetches
 from hcache_backend.prefetch.slices import Governor, SliceBudget
-from hcache_backend.ranks import Said, Turn
+from hcache_backend.ranks import Proposal, Turn
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.report import RunningRestore
 
@@ -31,11 +31,11 @@ _OFFERS = 4  # prefetches whose pages a turn may recompute: the first that has a
 
 
 class Offer(NamedTuple):
-    """Pages that a slice may recompute. ``said``: how many of them, 0 if no slice may start."""
+    """Pages that a slice may recompute. ``proposal``: how many of them, 0 if no slice may start."""
 
     due: Recomputation
     meeting: Meeting | None  # its reader waits; None: the pages were read
-    said: Said
+    proposal: Proposal
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class EagerLoads:
         pages.eager = self.restores
         pool.on_freed.append(self._host_freed)
 
-    def ask(self, turn: Turn) -> None:
+    def propose_slices(self, turn: Turn) -> None:
         """Restore pages that have arrived, and offer pages for a slice; after HiCache's look at its
         storage threads, on which all tensor-parallel ranks have agreed."""
         self.governor.look(self._prefetches.scheduler)
@@ -166,17 +166,17 @@ class EagerLoads:
                 until = alone, together  # slower pages are read sooner, some or all
             allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share, *until)
             room = allowed if meeting is None else min(allowed, meeting.offer())
-            said = turn.say(0 if due.reservation.failed else room)
-            self._offers.append(Offer(due, meeting, said))
+            proposal = turn.propose(0 if due.reservation.failed else room)
+            self._offers.append(Offer(due, meeting, proposal))
         if self._offers and not pace.share:
             metrics.SLICES.count(pace.decision)
 
-    def hear(self) -> None:
+    def apply_slices(self) -> None:
         """The ranks have agreed: recompute layers of the first offer that all allow."""
         decision, launched = self.governor.pace.decision, False
         while self._offers:
             offer = self._offers.pop(0)
-            [pages] = offer.said.least
+            [pages] = offer.proposal.least
             # The turn may have ended the prefetch, on all ranks.
             ended = offer.due.unread and offer.due.operation.is_terminated()
             pages = self._taken(offer, 0 if launched or ended else pages)
@@ -280,6 +280,6 @@ class EagerLoads:
         self.until_saved(host_pages)
         self.restores.host_freed(host_pages)
 
-    def forget(self) -> None:
+    def drop_restored(self) -> None:
         """Drop all that was restored and not adopted."""
         self.restores.clear()

@@ -21,7 +21,7 @@ from hcache_backend import metrics
 from hcache_backend.metrics import logger
 from hcache_backend.prefetch.estimates import Estimate, L3Progress, Reading
 from hcache_backend.prefetch.prefetch import Hit, Prefetch, Prefetches, Recomputing, State
-from hcache_backend.ranks import Said, Turn
+from hcache_backend.ranks import Proposal, Turn
 
 _ENDING_MARGIN = 1.25  # going on must be slower by this factor to end a prefetch: not by noise
 _JUDGED = 4  # prefetches that are judged in a turn: L3 is read for one after the other
@@ -86,15 +86,15 @@ class HitGate:
         self.agreed_stalled = False  # when the ranks last agreed
         self._probes = (_Probes(), _Probes())  # of the page store, and of the shared tier
         self._running: list[Any] = []  # SGLang's operations, in the order in which they are read
-        self._said: Said | None = None
+        self._proposal: Proposal | None = None
         self._logged = self._shown = -math.inf  # when a refused hit was logged, and rates shown
         self._show()
 
-    # ---- the scheduler thread; see Part ----
+    # ---- the scheduler thread ----
 
-    def ask(self, turn: Turn) -> None:
-        """Say which prefetches go on. Every rank has the same ones in the same turns."""
-        cache, self._said = turn.cache, None
+    def propose_ends(self, turn: Turn) -> None:
+        """Propose which prefetches go on. Every rank has the same ones in the same turns."""
+        cache, self._proposal = turn.cache, None
         self._running = [info.operation for info in cache.ongoing_prefetch.values()]
         verdicts = [False] * (len(self._running) + 1)
         with harmless():
@@ -106,13 +106,13 @@ class HitGate:
             return  # pipeline stages are not at one point
         self.prefetches.unfinished.update(self._running)
         if self._running or self.agreed_stalled:  # no rank acts on its own verdict alone
-            self._said = turn.say(*(not ends for ends in verdicts))
+            self._proposal = turn.propose(*(not ends for ends in verdicts))
 
-    def hear(self) -> None:
+    def apply_ends(self) -> None:
         """The ranks have agreed: end prefetches."""
-        if self._said is None:
+        if self._proposal is None:
             return
-        *going_on, in_time = self._said.least
+        *going_on, in_time = self._proposal.least
         ended = [one for one, goes_on in zip(self._running, going_on, strict=True) if not goes_on]
         for operation in ended:
             operation.mark_terminate()
@@ -123,7 +123,7 @@ class HitGate:
         """Returns True if L3 is to be asked for tokens of a request behind ``prefix``: not while
         all ranks agree that L3 is stalled, because no request would wait for the answer."""
         if not self.agreed_stalled:
-            self.prefetches.ask(request_id, prefix, recomputing)
+            self.prefetches.add_request(request_id, prefix, recomputing)
         return not self.agreed_stalled
 
     def to_end(self, running: Sequence[Prefetch]) -> list[bool]:

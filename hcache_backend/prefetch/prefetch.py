@@ -236,14 +236,16 @@ class Prefetches:
                 self._of[operation] = self.waiting.get(name) or Prefetch(name)
             return self._of[operation]
 
-    def ask(self, request_id: str, prefix: int, recomputing: Recomputing | None) -> Prefetch:
+    def add_request(
+        self, request_id: str, prefix: int, recomputing: Recomputing | None
+    ) -> Prefetch:
         """L3 is asked for tokens of a request behind ``prefix``."""
         with self.lock:
             state = self._final.get(request_id, State.ASKED)
             asked = self.waiting[request_id] = Prefetch(request_id, prefix, recomputing, state)
             return asked
 
-    def forget(self, request_id: str) -> None:
+    def forget_request(self, request_id: str) -> None:
         """A new request comes; a refused one may have had its id."""
         with self.lock:
             self._final.pop(request_id, None)

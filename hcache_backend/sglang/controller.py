@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 from hcache_backend import metrics, streams
 from hcache_backend.arena import NOT_SETTLED, Ids
 from hcache_backend.capture.staging import StagedCapture
-from hcache_backend.checks.service import KVChecks
+from hcache_backend.checks.service import KVChecks, ServiceChecks
 from hcache_backend.config import ConfigError
 from hcache_backend.host.loads import UNKNOWN, LoadQueue, Prefix, QueuedLoad, TokenIds
 from hcache_backend.host.node_backups import NodeBackups, NodeLayouts
@@ -35,7 +35,7 @@ from hcache_backend.host.stages import StagePages
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.prefetch import Meeting, Prefetches, Recomputing
-from hcache_backend.ranks import Part, Turn, smallest
+from hcache_backend.ranks import Turn, smallest
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.sglang.runtime import Runtime, current
@@ -59,7 +59,7 @@ class OwnPagesController(HybridCacheController, Controller):
         judge: Callable[[str], None],
         *hicache: Any,
         capture: StagedCapture | None = None,
-        checks: Part | None = None,
+        checks: ServiceChecks | None = None,
         layouts: NodeLayouts | None = None,
         **arguments: Any,
     ) -> None:
@@ -75,8 +75,9 @@ class OwnPagesController(HybridCacheController, Controller):
         self._backups = NodeBackups(pool, capture, layouts, self, self.start_writing, stages.alone)
         if capture is not None and not stages.alone:
             capture.ledger.without_results = _STAGED_PASSES
-        parts = (eager, self._backups, checks, kv_checks)
-        self._parts: list[Part] = [part for part in parts if part is not None]
+        self._checks: list[KVChecks | ServiceChecks] = [kv_checks]
+        if checks is not None:
+            self._checks.insert(0, checks)
         self._batches: BatchedReads | None = None
         if eager is not None:
             self._batches = BatchedReads(pool.page_size, self._report, runtime.l3.waited)
@@ -107,18 +108,27 @@ class OwnPagesController(HybridCacheController, Controller):
 
     def reset(self) -> None:
         super().reset()
-        self._loads.forget()
-        for part in self._parts:
-            part.forget()
+        self._loads.drop_queued()
+        if self.eager is not None:
+            self.eager.drop_restored()
+        self._backups.drop_waiting()
+        for checks in self._checks:
+            checks.drop_waiting()
 
     def begin_turn(self, turn: Turn) -> None:
-        for part in self._parts:
-            part.ask(turn)
+        if self.eager is not None:
+            self.eager.propose_slices(turn)
+        self._backups.propose_layouts(turn)
+        for checks in self._checks:
+            checks.propose_checks(turn)
 
     def end_turn(self, turn: Turn) -> None:
         """Act on the values that the ranks have agreed on."""
-        for part in self._parts:
-            part.hear()
+        if self.eager is not None:
+            self.eager.apply_slices()
+        self._backups.apply_layouts()
+        for checks in self._checks:
+            checks.apply_checks()
         self._stages.talk()
         if self._never_loaded or (self._kv_checks.failed and self._stages.alone):
             # A node whose load is refused stays a hit, and hides its copy in L3. HiCache cannot
@@ -406,7 +416,7 @@ class BackAck(PrefetchAck):
         self.start, self.end = -int(pages[0]), int(pages[1])
 
 
-def hear(
+def apply_reports(
     reports: Iterable[PrefetchAck], running: Collection[Any], prefetches: Prefetches, page_size: int
 ) -> None:
     """Apply ``reports``, the same on every rank, before the scheduler hears of them. HiCache has

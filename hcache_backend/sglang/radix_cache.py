@@ -33,12 +33,12 @@ def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     with harmless():
         waiting.fetched(cache)
     if gate is not None:
-        gate.ask(turn)
+        gate.propose_ends(turn)
     if ours is not None:
         ours.begin_turn(turn)
     turn.agree(cache._all_reduce_attn_groups)
     if gate is not None:
-        gate.hear()
+        gate.apply_ends()
     if ours is not None:
         ours.end_turn(turn)
     if l3 is not None:
@@ -65,9 +65,9 @@ def around_drain(
     running = [info.operation for info in cache.ongoing_prefetch.values() if taken]
     if getattr(controller, "eager", None) is not None:
         # Plugins are imported before SGLang can be.
-        from hcache_backend.sglang.controller import hear
+        from hcache_backend.sglang.controller import apply_reports
 
-        hear(taken, running, current().prefetches, controller.page_size)
+        apply_reports(taken, running, current().prefetches, controller.page_size)
     answered = list(itertools.islice(asked, n_storage_hit or 0))
     result = original(cache, n_storage_hit, n_ack_prefetch, *a, **kw)
     with harmless():

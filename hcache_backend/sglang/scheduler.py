@@ -35,7 +35,7 @@ def around_received(original: Original, scheduler: Any, req: Any, *a: Any, **kw:
         prefetches.scheduler = scheduler
         prefetches.plain = is_plain(req)
         if gate is not None and not req.storage_prefetch_retry_attempts:
-            prefetches.forget(req.rid)  # an earlier request may have had the same one
+            prefetches.forget_request(req.rid)  # an earlier request may have had the same one
         _note_waiting(scheduler)
     try:
         result = original(scheduler, req, *a, **kw)

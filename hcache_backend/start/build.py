@@ -444,7 +444,7 @@ def build_stack(
         budget = SliceBudget(seconds, methods.chunk_tokens, methods.layer, known=known)
         both = runtime.l3, runtime.prefetches
         eager = EagerLoads(free_pages, pool, pipeline, loads, reserved, budget, *both, new_rows)
-        runtime.on_weights_changed.append(eager.forget)
+        runtime.on_weights_changed.append(eager.drop_restored)
     stages = StagePages(runtime, pool.arena, plan.pages.host, new_stage_group)
     judge = partial(judge_hits, runtime, config)
     made = partial(OwnPagesController, runtime, pool, loads, eager, stages, kv_checks, judge)

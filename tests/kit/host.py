@@ -148,7 +148,10 @@ def bare_controller(
     """A controller without SGLang's part, for one rank, whose prompts begin with its pages.
     ``fields`` are SGLang's."""
     nothing = SimpleNamespace(
-        failed=False, ask=lambda turn: None, hear=lambda: None, forget=lambda: None
+        failed=False,
+        propose_checks=lambda turn: None,
+        apply_checks=lambda: None,
+        drop_waiting=lambda: None,
     )
     stages = SimpleNamespace(
         alone=True,

@@ -23,7 +23,7 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     from hcache_backend.sglang.runtime import current
 
     controller._MOST_STEPS = 1  # a quick disk's batches would be read together
-    turn, begin, transfer = EagerLoads.hear, BatchedReads.__init__, BatchedReads.transfer
+    turn, begin, transfer = EagerLoads.apply_slices, BatchedReads.__init__, BatchedReads.transfer
     turns = 0
 
     def counted(self: Any) -> None:
@@ -79,7 +79,7 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     meets, offered = Meeting.begin, Meeting.offer
     Meeting.begin = begin_meeting  # type: ignore[method-assign]
     Meeting.offer = offer  # type: ignore[method-assign]
-    EagerLoads.hear = counted  # type: ignore[method-assign]
+    EagerLoads.apply_slices = counted  # type: ignore[method-assign]
     BatchedReads.__init__ = remembering  # type: ignore[method-assign]
     BatchedReads.transfer = stepwise  # type: ignore[method-assign]
 

@@ -217,7 +217,7 @@ def test_no_front_is_recomputed_where_another_one_was_taken(fronts: Fronts) -> N
     [due] = fronts.eager.restores.to_recompute(2)
     assert due.pages == range(2, 4)
     meeting = operation.meeting
-    offer = Offer(due._replace(pages=range(3, 5)), meeting, Turn().say())
+    offer = Offer(due._replace(pages=range(3, 5)), meeting, Turn().propose())
     assert meeting.offer() == 6 and fronts.eager._taken(offer, 2) == 0
     assert meeting.next_batch(8) == range(4, 8)
 
@@ -236,7 +236,7 @@ def test_host_pages_are_left_alone_when_the_processor_wants_them(fronts: Fronts)
 def test_what_was_restored_is_given_back_when_it_means_nothing_any_more(fronts: Fronts) -> None:
     fronts.began()
     assert fronts.scene.pages.count() == PAGES - 8
-    fronts.eager.forget()
+    fronts.eager.drop_restored()
     assert (fronts.scene.pages.count(), fronts.eager.restores.pages) == (PAGES, 0)
     assert fronts.eager.restores.adopt(np.arange(2)).ready.tolist() == [False] * 2  # type: ignore[union-attr]
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.prefetch import Meeting
-from hcache_backend.sglang.controller import BackAck, BatchedReads, hear
+from hcache_backend.sglang.controller import BackAck, BatchedReads, apply_reports
 from tests.kit.prefetch import Operation
 
 SIZE, MOST_PAGES = 2, 14
@@ -124,7 +124,7 @@ class Meetings(RuleBasedStateMachine):
             reports = [rank.reports[number] for rank in self.ranks]
             agree(reports)
             for rank, report in zip(self.ranks, reports, strict=True):
-                hear([report], {rank.operation}, Operation.prefetches, SIZE)
+                apply_reports([report], {rank.operation}, Operation.prefetches, SIZE)
                 assert rank.operation.completed_tokens == rank.meeting.pages * SIZE
             self.drained += 1
 

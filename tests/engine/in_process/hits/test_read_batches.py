@@ -14,7 +14,7 @@ from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.prefetch import Meeting
 from hcache_backend.sglang import controller
-from hcache_backend.sglang.controller import BackAck, BatchedReads, hear
+from hcache_backend.sglang.controller import BackAck, BatchedReads, apply_reports
 from tests.kit.prefetch import Operation
 
 SIZE = 4
@@ -120,7 +120,7 @@ class BackRank:
 
     def heard(self, *, running: bool = True) -> int:
         """How many pages count when all reports were heard."""
-        hear(self.reports, [self.operation] if running else [], Operation.prefetches, SIZE)
+        apply_reports(self.reports, [self.operation] if running else [], Operation.prefetches, SIZE)
         return int(self.operation.completed_tokens) // SIZE
 
 

@@ -297,5 +297,5 @@ def test_tokens_of_lost_pages_are_the_requests_where_headers_do_not_say_them() -
 def test_dropped_loads_are_forgotten() -> None:
     loads = queue(Partition(1, 3, 0))
     add(loads, plan(loads, 0))
-    loads.forget()
+    loads.drop_queued()
     assert recomputed(loads) is None

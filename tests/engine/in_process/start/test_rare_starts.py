@@ -172,7 +172,7 @@ class Unproven(LayerSpecs):
         self._group, self._report = None, lambda: None
         self.lost: list[str] = []
         config = SimpleNamespace(projection="auto")
-        self._runtime = SimpleNamespace(begin_quarantine=self.lost.append, config=config)
+        self._server = SimpleNamespace(begin_quarantine=self.lost.append, config=config)
 
 
 def test_modules_of_several_ranks_run_beside_no_forward_pass(monkeypatch: MonkeyPatch) -> None:
