@@ -290,7 +290,7 @@ def check_recompute(
         # On the stream of service; nothing is served yet, so the host may wait.
         forwards = recomputer.stream()
         current_stream(slots.device).record().synchronize()
-        forwards.run(lambda: recomputer.run(len(probe.layers), positions, where, spans))
+        forwards.run(lambda: recomputer.recompute(len(probe.layers), positions, where, spans))
         forwards.record().synchronize()
         # Part by part: among many values the few that differ would not show.
         recomputed = by_layer([exactness(at, part) for at in (slots, others) for part in halves])
@@ -400,7 +400,7 @@ class LayerSpecs:
             return found
         return Found(None, f"in the KV pool {LESS_EXACT}", found.own, written)
 
-    def settle(self) -> None:
+    def use_agreed(self) -> None:
         """Use the specs found on every rank; all ranks call it. Raises Refused on all ranks if
         projections could get in the way of forward passes."""
         # Some attention modules talk to the other ranks: all must call them, or none.
@@ -444,7 +444,7 @@ class LayerSpecs:
             else:
                 logger.exception("hcache: the search for specs raised an error")
         try:
-            self.settle()
+            self.use_agreed()
         except Refused as refused:
             self._server.begin_quarantine(f"after a weight update: {refused}")
 

@@ -160,7 +160,7 @@ class CaptureCheck:
         self._pipeline = plan.pipeline(self._memory, projector, order)
         self._not_encoded: set[int] = set()
 
-    def save(self, run: Callable[[], torch.Tensor], *, seen: bool, by_layer: bool) -> None:
+    def capture(self, run: Callable[[], torch.Tensor], *, seen: bool, by_layer: bool) -> None:
         """Have ``run`` run the model, with capture, on :attr:`tokens` tokens, whose slots it
         returns, and back up the rows. Raises Refused for lost or wrong ones. ``seen``: Python sees
         the inputs of projections, which rows are compared with. It does not in recorded prefill

@@ -43,7 +43,7 @@ _AT_ONCE = 4  # projections whose results are handled in one turn
 _SHARE = 1 / 10  # most of the scheduler thread's time that checks of one kind take...
 _BURST_SECONDS = 0.1  # ...except in bursts of this length
 
-_harmless = partial(metrics.harmless, "page_not_checked", "a page was not checked")
+_catching = partial(metrics.catching, "page_not_checked", "a page was not checked")
 
 _Layer = TypeVar("_Layer")
 _Left = TypeVar("_Left")
@@ -109,7 +109,7 @@ class _Checks(ABC, Generic[_Layer, _Left]):
         layers = list(self._layers)[:_LAYERS]
         self._layers.rotate(-_LAYERS)
         check = _Check(int(host_pages[i]), self._parts(int(host_pages[i]), layers))
-        with self._pace.work(), _harmless():
+        with self._pace.work(), _catching():
             self._launch(check, layers, slots[i * size : (i + 1) * size])
         check.event = current_stream(slots.device).record()
         self._waiting.append(check)
@@ -232,7 +232,7 @@ class KVChecks(_Checks[int, _Part]):
 
     def _layout_of(self, host_page: int) -> PageLayout:
         [page] = self._pool.arena.pages(np.array([host_page]), header=True)
-        layout = self._pool.page_layout.of(page)
+        layout = self._pool.page_layout.of_page(page)
         assert layout is not None
         return layout
 
@@ -320,7 +320,7 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
                 rows, tokens = page[layout.segment(layer.index)], kept
                 if layer in by_module and self._exchange is not None:
                     rows, tokens = self._all_shares(self._exchange, rows), every
-                with _harmless():
+                with _catching():
                     if positions is None:
                         positions = streams.to_device(self._positions(host_page), device)
                     rows = rows.to(device, non_blocking=True).view(-1, self._codec.row_bytes)

@@ -96,7 +96,7 @@ class NodeBackups:
         if self._layouts is not None:
             self._layouts.drop_nodes()
 
-    def begin(self, slots: torch.Tensor, *, may_wait: bool) -> Backup | None:
+    def begin_backup(self, slots: torch.Tensor, *, may_wait: bool) -> Backup | None:
         """A backup of tokens in ``slots`` (int64 ``[n]``, on the device); None, on every rank, if
         a row is not valid. Pipeline stages back a node up in any case. False ``may_wait``: HiCache
         needs the backup at once, or tokens of other weights, whose rows are void, may be cached."""
@@ -124,7 +124,7 @@ class NodeBackups:
             backup.due = 0  # nothing is waited for: another stage may have launched its own
         return backup
 
-    def add(self, backup: Backup, host_pages: Ids) -> None:
+    def add_backup(self, backup: Backup, host_pages: Ids) -> None:
         """HiCache queued ``backup``, to ``host_pages``."""
         backup.host_pages = host_pages
         self._pool.arena.wait_for(host_pages)
@@ -177,7 +177,7 @@ class NodeBackups:
         if backup.valid and problem is not None:
             _not_backed_up(problem, tokens)
         if not backup.valid or problem is not None or slots.values is None:
-            self._pool.arena.spoil(backup.host_pages)
+            self._pool.arena.mark_rows_missing(backup.host_pages)
             return
         metrics.TOKENS.count("backed_up", tokens)
         self._capture.back_up(slots.values, backup.host_pages)

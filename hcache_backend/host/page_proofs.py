@@ -59,14 +59,14 @@ class PageProofs:
                 return "host_page_of_other_namespace"
             same = np.array_equal(self._layout.token_ids(page), token_ids)
             return None if same else "host_page_of_other_tokens"
-        layout, weights = self._layout.of(page), runtime.weights
+        layout, weights = self._layout.of_page(page), runtime.weights
         if layout is None:
             return "page_of_another_form"
         if weights is None or weights.suspended is not None:
             return "page_of_other_weights"
         if position is None:
             return "page_without_position"
-        layout.begin(page, runtime.page_namespace(weights), runtime.writer)
+        layout.begin_header(page, runtime.page_namespace(weights), runtime.writer)
         layout.positions(page)[:] = np.arange(position, position + self._layout.page_size)
         layout.token_ids(page)[:] = token_ids
         return None

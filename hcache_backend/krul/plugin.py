@@ -69,7 +69,7 @@ class NodePairs:
         self._nodes.append(node)
         if self._recomputer is None or tree is None:
             return
-        with metrics.harmless("probe", "pairs of layers are chosen without the attention"):
+        with metrics.catching("probe", "pairs of layers are chosen without the attention"):
             tokens = _tokens(tree, node_ids[0])
         [known] = smallest(self._group, tokens is not None)
         if known:
@@ -218,7 +218,7 @@ class Krul:
         pairs = max(1, int(self._option.ratio * kvcache.layer_num / 2))
         return PairedSegments(kvcache, layers, page_size, groups, pairs)
 
-    def settle(
+    def choose_pairs(
         self, kv: KVSegments, layout: PageLayout, slots: torch.Tensor, group: Group
     ) -> PairedLayout:
         """The layout with default pairs, after a look for pairs that all ranks may merge; all ranks

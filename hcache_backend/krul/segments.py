@@ -70,7 +70,7 @@ class PairedLayout(PageLayout):
         codes = " ".join((*self.codes, *(layer.codec for layer in self.layers)))
         return xxhash.xxh3_64_hexdigest(self._prefix + self._packed + codes.encode())
 
-    def of(self, page: Bytes) -> PairedLayout | None:
+    def of_page(self, page: Bytes) -> PairedLayout | None:
         return self._of_entries(page[self._entries_at].tobytes())
 
     def sharing(self, layer: int) -> tuple[int, ...]:

@@ -92,11 +92,11 @@ class EagerLoads:
                 met = there.start <= meeting.front
                 may = self._pages.holds(prefetch.anchor) and self.recomputes_pages
                 meeting.reachable = restores.reachable(operation) if may else 0
-            arrived = restores.arrived(operation, there.stop, there.start, last=met)
+            arrived = restores.restore_arrived(operation, there.stop, there.start, last=met)
             if arrived:
                 metrics.TOKENS.count("eager", arrived * size)
                 self._loads.count_finished()  # no load may come for a long time
-        self._pool.settle()
+        self._pool.mark_arrived()
         # Layers that were recomputed long ago are in front of no batch any more.
         self._recomputed = self._recomputed and self._budget.unfinished() > 0
         self._offer(turn)
@@ -113,7 +113,7 @@ class EagerLoads:
             keys = []  # it comes in one piece
         meeting, unread = self._prefetches.of(operation).meeting, 0
         if meeting is not None:
-            meeting.begin(len(operation.hash_value))
+            meeting.set_pages(len(operation.hash_value))
             unread = len(self._loads.methods.methods)
         self.restores.reserve(operation, keys, host_pages[: len(keys)], unread)
         # Forward passes that were launched may still use pages that are free already.
@@ -122,7 +122,7 @@ class EagerLoads:
 
     def _launch(self, host_pages: Ids, slots: torch.Tensor) -> tuple[RunningRestore, int]:
         physical, lacking = self._pool.arena.physical(host_pages), self._loads.stored_from
-        told = metrics.harmless("restore", "pages that arrived cannot be restored: a miss")
+        told = metrics.catching("restore", "pages that arrived cannot be restored: a miss")
         restore = None
         with self._stream.as_current(), metrics.timed("host_load"), told:
             restore = self._pipeline.start(physical, slots, None, lacking, ahead=True)
@@ -187,9 +187,8 @@ class EagerLoads:
 
     def _taken(self, offer: Offer, pages: int) -> int:
         """Let the reader go on behind ``pages`` of the front; returns how many the offer gets."""
-        if offer.meeting is not None and offer.meeting.take(pages).start != offer.due.pages.start:
-            return 0
-        return pages
+        meeting, start = offer.meeting, offer.due.pages.start
+        return 0 if meeting is not None and meeting.take_offered(pages).start != start else pages
 
     def _tokens_before(self, due: Recomputation) -> int | None:
         """Number of tokens of the sequence before ``due``; None if it cannot be recomputed."""
@@ -229,9 +228,9 @@ class EagerLoads:
             host_pages = due.host_pages
             self._pool.arena.recomputed(host_pages, positions, token_ids)
             save = partial(self._pool.save_recomputed, host_pages, slots, rows)
-            problem = restore.save(self._saving, slots, save)
+            problem = restore.save_recomputed(self._saving, slots, save)
             if problem is not None:  # the device's copy is as good as other ranks'
-                self._pool.arena.arrived(host_pages, np.zeros(len(host_pages), np.bool_))
+                self._pool.arena.mark_saved(host_pages, np.zeros(len(host_pages), np.bool_))
                 metrics.PROBLEMS.count("recomputed_not_saved")
                 logger.warning("hcache: recomputed pages could not be stored: %r", problem)
         self._budget.launched(restore, len(prefix), due.layers)
@@ -262,24 +261,24 @@ class EagerLoads:
             device_indices = ask()
         finally:
             self._pages.load = None
-        if load.adopted is not None and device_indices is None:
+        if load.prepared is not None and device_indices is None:
             # Another pool had no room: SGLang gives the pages to the next request.
-            eager.until_written(load.adopted.restores)
-        elif load.adopted is not None:
-            size, ready = self._pool.page_size, int(load.adopted.ready.sum())
+            eager.until_written(load.prepared.restores)
+        elif load.prepared is not None:
+            size, ready = self._pool.page_size, int(load.prepared.ready.sum())
             metrics.TOKENS.count("ready_at_load", ready * size)
-            metrics.TOKENS.count("not_ready_at_load", (len(load.adopted.ready) - ready) * size)
+            metrics.TOKENS.count("not_ready_at_load", (len(load.prepared.ready) - ready) * size)
         return device_indices
 
     def until_saved(self, host_pages: Ids) -> None:
         """Block until recomputed host pages are there, encoded or lost: the CPU wants them."""
         self.restores.until_saved(host_pages)
-        self._pool.settle()
+        self._pool.mark_arrived()
 
     def _host_freed(self, host_pages: Ids) -> None:
         self.until_saved(host_pages)
         self.restores.host_freed(host_pages)
 
     def drop_restored(self) -> None:
-        """Drop all that was restored and not adopted."""
-        self.restores.clear()
+        """Drop all that was restored and not handed out."""
+        self.restores.give_all_back()

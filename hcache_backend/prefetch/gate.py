@@ -32,7 +32,7 @@ LONGEST_PROBE_SECONDS = 320.0  # ...twice as long after each slow probe, up to t
 PROBE_SHARE = 0.05  # a probe is judged after this share of the time to compute its hit
 
 
-harmless = partial(metrics.harmless, "hit_gate", "a decision about an L3 hit failed; it is read")
+catching = partial(metrics.catching, "hit_gate", "a decision about an L3 hit failed; it is read")
 
 
 class Gpu:
@@ -97,7 +97,7 @@ class HitGate:
         cache, self._proposal = turn.cache, None
         self._running = [info.operation for info in cache.ongoing_prefetch.values()]
         verdicts = [False] * (len(self._running) + 1)
-        with harmless():
+        with catching():
             running = [self.prefetches.of(operation) for operation in self._running]
             for prefetch, operation in zip(running, self._running, strict=True):
                 prefetch.came(operation.completed_tokens, cache.page_size)
@@ -116,7 +116,7 @@ class HitGate:
         ended = [one for one, goes_on in zip(self._running, going_on, strict=True) if not goes_on]
         for operation in ended:
             operation.mark_terminate()
-        with harmless():
+        with catching():
             self.agreed([self.prefetches.of(operation) for operation in ended], not in_time)
 
     def may_ask(self, request_id: str, prefix: int, recomputing: Recomputing | None = None) -> bool:

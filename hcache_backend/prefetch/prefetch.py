@@ -76,7 +76,7 @@ class Meeting:
         self._taken = 0  # by the front
         self._unread: int | None = None  # the reader takes pages before this one
 
-    def begin(self, pages: int) -> None:
+    def set_pages(self, pages: int) -> None:
         """The prefetch has ``pages`` pages. Both sides call it, in any order."""
         with self._lock:
             if self._unread is None:
@@ -114,13 +114,13 @@ class Meeting:
 
     def offer(self) -> int:
         """Number of pages that the front may take next: those that are not read. Holds the lock
-        until :meth:`take`: the reader takes none while the ranks agree on them."""
+        until :meth:`take_offered`: the reader takes none while the ranks agree on them."""
         self._lock.acquire()
         assert self._unread is not None
         # Pages taken but not launched have failed: there is no way past them.
         return self._unread - self._taken if self._taken == self.front else 0
 
-    def take(self, pages: int) -> range:
+    def take_offered(self, pages: int) -> range:
         """The front takes ``pages`` of the pages that were offered."""
         first, self._taken = self._taken, self._taken + pages
         self._lock.release()

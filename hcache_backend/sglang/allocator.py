@@ -79,10 +79,10 @@ class ReservablePages:
 
     def _allocate(self, need_size: int) -> Any:
         load = self.load
-        if load is not None and load.adopted is None and self.eager is not None:
+        if load is not None and load.prepared is None and self.eager is not None:
             assert need_size == len(load.host_pages) * self._size
-            load.adopted = self.eager.adopt(load.host_pages)
-            return self._given(load.adopted and load.adopted.slots)
+            load.prepared = self.eager.hand_out(load.host_pages)
+            return self._given(load.prepared and load.prepared.slots)
         if self.eager is not None and self.eager.pages:
             self.eager.make_free(-(-need_size // self._size))
         return self._given(self._alloc(need_size))

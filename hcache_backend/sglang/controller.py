@@ -149,14 +149,14 @@ class OwnPagesController(HybridCacheController, Controller):
         weights = self._runtime.weights
         flushed = weights is not None and weights.suspended is None
         may_wait = flushed and self.write_policy != "write_back"
-        backup = self._backups.begin(device_indices, may_wait=may_wait)
+        backup = self._backups.begin_backup(device_indices, may_wait=may_wait)
         if backup is None:
             return None
         # K and V go to the pages of an exchange, so not before the backup is queued.
         host_indices = super().write(device_indices, *args, **kwargs | {"flush": False})
         if host_indices is None:
             return None
-        self._backups.add(backup, self._pool.page_ids(host_indices))
+        self._backups.add_backup(backup, self._pool.page_ids(host_indices))
         if kwargs.get("flush", True):
             self.start_writing()
         return host_indices
@@ -217,7 +217,7 @@ class OwnPagesController(HybridCacheController, Controller):
         if device_indices is not None:
             if self._capture is not None:
                 self._capture.ledger.loaded(device_indices, host_pages)
-            self._loads.add(load, device_indices)
+            self._loads.add_load(load, device_indices)
         return device_indices
 
     def _planned(self, host_pages: Ids) -> QueuedLoad | None:
@@ -227,7 +227,7 @@ class OwnPagesController(HybridCacheController, Controller):
             self._capture.ledger.settle(wait=False)
         own, needed = self._pool.depth(host_pages), host_pages
         if self.eager is not None:
-            prepared = self.eager.restores.prepared(host_pages)
+            prepared = self.eager.restores.whole_pages(host_pages)
             own[prepared], needed = 0, host_pages[~prepared]
         self._stages.talk()
         unsettled = own == NOT_SETTLED
@@ -270,12 +270,12 @@ class OwnPagesController(HybridCacheController, Controller):
         self._stages.talk()
         if self.eager is not None:
             self.eager.until_saved(self._pool.page_ids(host_indices))
-        self._pool.settle()
+        self._pool.mark_arrived()
         return super().write_storage(host_indices, *args, **kwargs)
 
     def _page_backup(self, operation: Any) -> Any:
         sealed, before = 0, operation.prefix_keys
-        with metrics.harmless("backup", "pages of a node are not stored"):  # a thread of SGLang's
+        with metrics.catching("backup", "pages of a node are not stored"):  # a thread of SGLang's
             pages, keys = self._pool.page_ids(operation.host_indices), operation.hash_value
             first = None if before is None else len(before) * self.page_size
             sealed = self._proofs.seal(pages, keys, token_array(operation.token_ids), first)
@@ -354,7 +354,7 @@ class OwnPagesController(HybridCacheController, Controller):
         self, read: Read, operation: Any, keys: Sequence[str], indices: torch.Tensor, *others: Any
     ) -> int:
         """Number of pages that ``read`` brings and that the radix tree asked for."""
-        with metrics.harmless("read", "pages of L3 are a miss"):  # a thread of SGLang's
+        with metrics.catching("read", "pages of L3 are a miss"):  # a thread of SGLang's
             host_pages = self._pool.page_ids(indices)
             self._pool.arena.expect(host_pages)
             self._stages.brought(host_pages)
@@ -453,7 +453,7 @@ class BatchedReads:
         step, order, back = batch_pages(len(keys)), _InOrder(len(keys)), range(len(keys), len(keys))
         first = True
         if meeting is not None:
-            meeting.begin(len(keys))
+            meeting.set_pages(len(keys))
         for _ in range(0, len(keys), step):
             left = step * self._steps(step)  # till the next report
             while left and not operation.is_terminated():

@@ -101,7 +101,7 @@ class OwnPagesPool(HostKVCache, HostPool):
         )
         assert self.page_num == pages.host
 
-    def use(
+    def connect(
         self, loads: LoadQueue, capture: StagedCapture | None = None, frees_duplicates: bool = True
     ) -> None:
         """Give the pool its queue of loads and, if layers are captured, the capture.
@@ -178,7 +178,7 @@ class OwnPagesPool(HostKVCache, HostPool):
         """Copy pages (int64 ``[p]``) that were recomputed whole, and their ``rows``, from ``slots``
         (int64 ``[p * page_size]``, on the device), on the current stream."""
         # Rows first: the headers are there before others look at the pages.
-        fits = () if rows is None else (rows.save(self.arena.physical(host_pages)),)
+        fits = () if rows is None else (rows.save_rows(self.arena.physical(host_pages)),)
         self._save(host_pages, slots, *fits)
 
     def _save(self, host_pages: Ids, slots: torch.Tensor, *fits: torch.Tensor) -> None:
@@ -202,19 +202,19 @@ class OwnPagesPool(HostKVCache, HostPool):
             self.arena.wait_for(host_pages)
             self._saved.append((current_stream(device).record(), host_pages, fits))
         else:
-            self.arena.settle(host_pages)
+            self.arena.stop_waiting(host_pages)
 
     def depth(self, host_pages: Ids) -> Ids:
         """:meth:`.Arena.depth` of pages (int64 ``[p]``), with all that has arrived."""
-        self.settle()
+        self.mark_arrived()
         depths = self.arena.depth(host_pages)
         if self._kv.by_header:
             for at, page in enumerate(self.arena.pages(host_pages, header=True)):
-                if self.page_layout.of(page) is None:
+                if self.page_layout.of_page(page) is None:
                     depths[at] = NOT_SETTLED
         return depths
 
-    def settle(self) -> None:
+    def mark_arrived(self) -> None:
         """Mark as lost the arrived pages that the codec does not hold."""
         saved, self._saved = self._saved, []
         for event, host_pages, fits in saved:
@@ -224,7 +224,7 @@ class OwnPagesPool(HostKVCache, HostPool):
                 self._saved.append((event, host_pages, fits))
 
     def _arrived(self, host_pages: Ids, fits: npt.NDArray[np.bool_]) -> None:
-        lost = self.arena.arrived(host_pages, fits)
+        lost = self.arena.mark_saved(host_pages, fits)
         metrics.TOKENS.count("not_encodable", len(lost) * self.page_size)
         if len(lost) and not self._warned:
             self._warned = True

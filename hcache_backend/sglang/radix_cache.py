@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hcache_backend import metrics
-from hcache_backend.prefetch.gate import harmless
+from hcache_backend.prefetch.gate import catching
 from hcache_backend.ranks import Turn
 from hcache_backend.sglang import waiting
 from hcache_backend.sglang.arguments import is_plain
@@ -27,10 +27,10 @@ def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     ours = controller if hasattr(controller, "begin_turn") else None
     if ours is not None:
         cache.hicache_storage_pass_prefix_keys = True  # they give a node's place in its sequence
-    with harmless():
+    with catching():
         waiting.left()
     result = original(cache, *a, **kw)
-    with harmless():
+    with catching():
         waiting.fetched(cache)
     if gate is not None:
         gate.propose_ends(turn)
@@ -58,7 +58,7 @@ def around_drain(
     first prefetches that are read from the back hear of them, last those that are over are finished
     on all ranks. Of pipeline stages only the first one knows that they are there."""
     gate, controller = gate_of(cache), cache.cache_controller
-    with harmless():
+    with catching():
         n_storage_hit = waiting.with_room(cache, n_storage_hit)
     asked, reports = controller.prefetch_hit_queue.queue, controller.ack_prefetch_queue.queue
     taken = list(itertools.islice(reports, n_ack_prefetch or 0))
@@ -70,7 +70,7 @@ def around_drain(
         apply_reports(taken, running, current().prefetches, controller.page_size)
     answered = list(itertools.islice(asked, n_storage_hit or 0))
     result = original(cache, n_storage_hit, n_ack_prefetch, *a, **kw)
-    with harmless():
+    with catching():
         over = [report.operation for report in taken if report.completed_req]
         for operation in over:
             if operation in running and _fell_short(operation, cache):
@@ -96,7 +96,7 @@ def around_prefetch(original: Original, cache: Any, request: Any, *a: Any, **kw:
     """First the gate says whether L3 is asked. Then our L3 hears of the prefix, and its keys."""
     given, asks = inspect.signature(original).bind(cache, request, *a, **kw), True
     asked = given.arguments
-    with harmless():
+    with catching():
         gate = gate_of(cache)
         if gate is not None and request not in cache.ongoing_prefetch:
             before = len(asked.get("matched_prefix_tokens") or ())
@@ -164,7 +164,7 @@ def after_backup(
 def around_events(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     """Around ``take_events``: SGLang publishes the events of L3 with its own."""
     events, l3 = original(cache, *a, **kw), our_l3(cache)
-    return events if l3 is None or l3.events is None else [*events, *l3.events.take()]
+    return events if l3 is None or l3.events is None else [*events, *l3.events.take_events()]
 
 
 def before_stop(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:

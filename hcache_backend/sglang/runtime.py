@@ -184,7 +184,7 @@ class Runtime:
     def read_draft(self, runner: Any) -> None:
         """Fingerprint the weights of a draft model: pages of another one give other drafts."""
         self.draft, self.draft_digest = runner, os.urandom(16).hex()  # if it cannot be read
-        with metrics.harmless("draft", "pages of the draft model are not found again"):
+        with metrics.catching("draft", "pages of the draft model are not found again"):
             every, shared = model_tensors(runner.model), ("embed_tokens", "lm_head")
             tensors = [own for own in every if not any(part in own[0] for part in shared)]
             self.draft_digest = fingerprint([digest_tensors(tensors)]).hex()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from hcache_backend.prefetch.eager import batch_pages
-from hcache_backend.prefetch.gate import HitGate, harmless
+from hcache_backend.prefetch.gate import HitGate, catching
 from hcache_backend.sglang.backups import Backups
 from hcache_backend.sglang.hook_registry import Hook, Original
 from hcache_backend.sglang.runtime import current
@@ -28,7 +28,7 @@ def gate_of(cache: Any) -> HitGate | None:
 class EventQueue(Protocol):
     """Events for routers (:class:`.L3Events`)."""
 
-    def take(self) -> list[Any]: ...
+    def take_events(self) -> list[Any]: ...
 
 
 class OurL3(Protocol):
@@ -80,13 +80,13 @@ def around_read(original: Original, controller: Any, operation: Any) -> Any:
         return original(controller, operation)
     size, prefetch = controller.page_size, gate.prefetches.of(operation)
     pages = len(operation.hash_value)
-    with harmless():
+    with catching():
         step = pages_per_report(controller, pages) * size
         gate.read_begins(prefetch, pages * size, step)
     try:
         return original(controller, operation)
     finally:
-        with harmless():
+        with catching():
             if prefetch.meeting is not None and not operation.is_terminated():
                 gate.l3.spared(prefetch.meeting.spared * size)
             gate.read_ends()

@@ -194,7 +194,7 @@ class Start:
         step(specs.find)
         specs.measure()
         step(specs.check_writing)
-        step(specs.settle)
+        step(specs.use_agreed)
         try:
             self._check_capture(plan)
         except Refused as refused:
@@ -258,7 +258,7 @@ class Start:
                 pages = whole_pages(slots, plan.layout.page_size)
                 if plugin is not None:
                     most, ranks = plugin.allowed_change, self._params.tp_cache_group
-                    plan.layout = self.step(plugin.settle, plan.kv, plan.layout, pages, ranks)
+                    plan.layout = self.step(plugin.choose_pairs, plan.kv, plan.layout, pages, ranks)
                     if plugin.wants_model:
                         self._look_at_model(plan, slots)
                 self.step(check_lossy, plan.kv, plan.layout, pages, most)
@@ -307,7 +307,7 @@ class Start:
         for graphs, by_layer in ((False, True), (False, False), (True, False)):
             of_check = self._runner, check.tokens, ranks
             run = partial(passes.prefill_and_decode, *of_check, graphs=graphs)
-            self.step(check.save, run, seen=not graphs, by_layer=by_layer)
+            self.step(check.capture, run, seen=not graphs, by_layer=by_layer)
             self.step(check.restore, projector)
 
     def _observe(self) -> Probe:
@@ -416,7 +416,7 @@ def build_stack(
     pipeline = plan.pipeline(pool.kv_buffer, projector, order)
     heard = runtime.l3.estimates.slowdown, runtime.cannot_restore
     loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device, *heard)
-    pool.use(loads, capture, frees_duplicates=memory.hicache_write_policy == "write_back")
+    pool.connect(loads, capture, frees_duplicates=memory.hicache_write_policy == "write_back")
     token_bytes = pool.size_per_token, page_plan.kv_bytes_per_token(kvcache)
     warn_of_small_host_pool(pool.size, int(kvcache.size), *token_bytes)
     kv_checks = KVChecks(runtime, pool, plan.kv)
@@ -493,7 +493,7 @@ def capture_nothing(runtime: Runtime) -> None:
     if (hooks := runtime.forwards.capture) is not None:
         # Recorded graphs read the targets of a step from this memory in every replay.
         runtime.forwards = Forwards(recorded=hooks.staging)
-        with metrics.harmless("staging_not_freed", "staging keeps its memory on the device"):
+        with metrics.catching("staging_not_freed", "staging keeps its memory on the device"):
             hooks.remove()
 
 

@@ -67,7 +67,7 @@ def eager_over(
         "page_size": size,
         "page_layout": SimpleNamespace(page_bytes=1),
         "on_freed": [],
-        "settle": lambda: None,
+        "mark_arrived": lambda: None,
         "page_ids": lambda indices: indices[::size].numpy() // size,
         "arena": SimpleNamespace(**arena),
     }

@@ -68,3 +68,19 @@ def test_no_object_of_ours_is_of_any_type() -> None:
     package = (text for path, text in house.tree() if path.startswith(house.PACKAGE))
     names = (name for text in package for name in house.names_of_any(ast.parse(text)))
     assert set(names) <= set(FOREIGN.split())
+
+
+def test_verbs_can_be_searched() -> None:
+    assert house.common_verbs(house.tree()) == {}
+
+
+def test_verbs_of_one_protocol_or_base_class_count_once() -> None:
+    texts = (
+        "class Base:\n def run(self): ...\nclass Derived(Base):\n def run(self): ...\n",
+        "class P(Protocol):\n def ask(self): ...\n def tell(self): ...\n",
+        "class Has:\n def ask(self): ...\n def tell(self): ...\n def run(self): ...\n",
+        "class Half:\n def ask(self): ...\n @property\n def tell(self): ...\n",
+    )
+    files = [(f"kernels/{number}.py", text) for number, text in enumerate(texts)]
+    found = house.verbs([*files, ("tests/other.py", "class Other:\n def run(self): ...\n")])
+    assert found == {"run": {"Base", "Has"}, "ask": {"P", "Half"}, "tell": {"P"}}

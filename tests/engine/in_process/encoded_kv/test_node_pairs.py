@@ -108,7 +108,7 @@ class Forwards(CallerStream):
 def node_pairs(model: Any, group: Any = None, *, ranks: int = 1) -> NodePairs:
     plan = plan_of(KrulOption(error=2, ratio=0.34, gamma=0.5))
     plugin: Any = plan.plugin
-    layout = plugin.settle(plan.kv, plan.layout, slots_of(1, 2, 3), None)
+    layout = plugin.choose_pairs(plan.kv, plan.layout, slots_of(1, 2, 3), None)
     pairs: NodePairs = plugin.backups(model, layout, group, ranks)
     return pairs
 

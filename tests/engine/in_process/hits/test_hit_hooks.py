@@ -260,7 +260,7 @@ def test_the_gate_hears_how_far_slices_still_reach(
 ) -> None:
     running = runtime.prefetches.of(prefetch())
     running.meeting = meeting = Meeting()
-    meeting.begin(PAGES)
+    meeting.set_pages(PAGES)
     meeting.launched(range(front))
     meeting.arrived(6, PAGES)
     meeting.reachable = reachable

@@ -28,7 +28,7 @@ class Rank:
         self.operation, self.meeting = Operation(pages, SIZE), Meeting()
         self.operation.meeting = self.meeting
         self.lost = lost
-        self.meeting.begin(pages)
+        self.meeting.set_pages(pages)
         self.reading = range(0)
         self.read: set[int] = set()
         self.written: set[int] = set()  # whatever came of it
@@ -105,11 +105,11 @@ class Meetings(RuleBasedStateMachine):
     def recompute(self, most: int, fails: bool) -> None:
         # Each tells its room before anybody has an answer.
         agreed = min(most, *(rank.meeting.offer() for rank in self.ranks))
-        taken = [rank.meeting.take(agreed) for rank in self.ranks]
+        taken = [rank.meeting.take_offered(agreed) for rank in self.ranks]
         assert len(set(taken)) == 1
         if fails and taken[0] and len(self.ranks) == 1:  # with more the server stops
             self.failed = True
-            assert not self.ranks[0].meeting.take(self.ranks[0].meeting.offer())
+            assert not self.ranks[0].meeting.take_offered(self.ranks[0].meeting.offer())
             return
         for rank in self.ranks:
             if taken[0]:
