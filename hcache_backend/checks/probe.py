@@ -309,8 +309,8 @@ def check_recompute(
         problem = f"{name} recomputed: {recomputed[layers]}{beside}: {own[layers]}"
     if not layers:
         raise Refused(str(problem))
-    told = f"{together(recomputed[:layers])}{beside} {together(own[:layers])}"
-    return Recomputed(layers, told, problem)
+    described = f"{together(recomputed[:layers])}{beside} {together(own[:layers])}"
+    return Recomputed(layers, described, problem)
 
 
 @dataclass(frozen=True)

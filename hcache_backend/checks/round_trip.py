@@ -188,7 +188,7 @@ class CaptureCheck:
             self._capture.ledger.settle()
             problem = self._back_up(self._slots.cpu().numpy()) or self._difference(received)
         except Exception as error:
-            problem = _told(error)
+            problem = _described(error)
             with suppress(StreamFailed):  # staging may be given back
                 self._capture.transfers().synchronize()
         finally:
@@ -211,7 +211,7 @@ class CaptureCheck:
             for event in restore.layers[first:]:
                 event.synchronize()
         except Exception as error:
-            problem: str | None = _told(error)
+            problem: str | None = _described(error)
         else:
             problem = self._changed(first, there, projector)
         if problem is not None:
@@ -262,5 +262,5 @@ class CaptureCheck:
         return None
 
 
-def _told(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return str(error) if isinstance(error, StreamFailed) else f"{type(error).__name__}: {error}"

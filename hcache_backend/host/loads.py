@@ -94,7 +94,7 @@ class LoadQueue:
             return None
         load = QueuedLoad(host_pages, [self._span(host_pages, prefix)])
         if lost.any():
-            span = load.spans[0] or self._told(len(host_pages), prefix, token_ids)
+            span = load.spans[0] or self._asked_span(len(host_pages), prefix, token_ids)
             if span is None:
                 return None
             load.lost, load.lost_spans = lost, [span]
@@ -270,7 +270,9 @@ class LoadQueue:
         known = slots is not None and len(slots) == first
         return TokenSpan(token_ids.astype(np.int64), slots) if known else None
 
-    def _told(self, pages: int, prefix: Prefix, token_ids: TokenIds | None) -> TokenSpan | None:
+    def _asked_span(
+        self, pages: int, prefix: Prefix, token_ids: TokenIds | None
+    ) -> TokenSpan | None:
         """The tokens of ``pages`` pages without headers; None if unknown."""
         slots, ids = prefix(), token_ids() if token_ids is not None else None
         if self._recomputer is None or slots is None or ids is None:

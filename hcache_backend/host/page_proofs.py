@@ -88,8 +88,8 @@ class PageProofs:
                 why = problem.replace(" ", "_")
                 metrics.PROBLEMS.count(f"page_{why}")
                 metrics.L3_TOKENS.count(f"refused_{why}", (len(host_pages) - i) * size)
-                told = "hcache: page %s from L3 is not the requested one (%s): counted as a miss"
-                logger.warning(told, keys[i][:12], problem)
+                text = "hcache: page %s from L3 is not the requested one (%s): counted as a miss"
+                logger.warning(text, keys[i][:12], problem)
                 return i
         return len(host_pages)
 

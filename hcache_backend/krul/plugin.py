@@ -249,8 +249,8 @@ class Krul:
         self.choice = PairChoice(layers, number, mergeable, option.ratio, option.gamma)
         settled = layout.with_pairs(self.choice.coded(wanted))
         named = ", ".join(f"{first} and {second} {code}" for first, second, code in settled.pairs)
-        said = "hcache: %d of %d pairs of layers may be merged; until others are chosen: %s"
-        logger.debug(said, len(mergeable), len(every), named)
+        text = "hcache: %d of %d pairs of layers may be merged; until others are chosen: %s"
+        logger.debug(text, len(mergeable), len(every), named)
         return settled
 
     def try_model(

@@ -223,8 +223,8 @@ class EagerRestores:
         for prefetch, reservation in self._running.items():
             if pages := reservation.to_recompute(most):
                 first = reservation.pages[pages.start]
-                how = first.lacks, first.restore is None
-                yield Recomputation(prefetch, reservation, pages, *how)
+                unread = first.restore is None
+                yield Recomputation(prefetch, reservation, pages, first.lacks, unread)
 
     def slots(self, due: Recomputation) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots of the tokens of ``due``, and of all tokens before them in the prefetch."""

@@ -122,9 +122,9 @@ class EagerLoads:
 
     def _launch(self, host_pages: Ids, slots: torch.Tensor) -> tuple[RunningRestore, int]:
         physical, lacking = self._pool.arena.physical(host_pages), self._loads.stored_from
-        told = metrics.catching("restore", "pages that arrived cannot be restored: a miss")
+        caught = metrics.catching("restore", "pages that arrived cannot be restored: a miss")
         restore = None
-        with self._stream.as_current(), metrics.timed("host_load"), told:
+        with self._stream.as_current(), metrics.timed("host_load"), caught:
             restore = self._pipeline.start(physical, slots, None, lacking, ahead=True)
         return restore or self._pipeline.abandoned(len(slots)), lacking
 

@@ -60,7 +60,7 @@ class RestorePipeline:
         self._unread: deque[RunningRestore] = deque()
         # By layer: behind all copies and projections, and behind those that loads were given.
         self._written: dict[int, Event] = {}
-        self._adopted: dict[int, Event] = {}
+        self._handed_out: dict[int, Event] = {}
 
     @torch.no_grad()
     def start(
@@ -157,7 +157,7 @@ class RestorePipeline:
 
     def handed_out(self) -> None:
         """Restores ahead may be read now: recomputations wait for all launched so far."""
-        self._adopted = dict(self._written)
+        self._handed_out = dict(self._written)
 
     @torch.no_grad()
     def start_recomputation(
@@ -175,7 +175,7 @@ class RestorePipeline:
         restore = RunningRestore(len(slots), {}, begin, self._device, begin)  # no page is read
         written = [self._written]
         if after is not None:
-            written = [self._adopted, *(dict(enumerate(one.layers)) for one in after)]
+            written = [self._handed_out, *(dict(enumerate(one.layers)) for one in after)]
         done = self._recompute(restore, recompute, positions, slots, behind, written)
         restore.layers += [done] * (len(self._layers) - recompute.layers)  # nothing more comes
         return restore

@@ -129,7 +129,7 @@ class OwnPagesController(HybridCacheController, Controller):
         self._backups.apply_layouts()
         for checks in self._checks:
             checks.apply_checks()
-        self._stages.talk()
+        self._stages.exchange_messages()
         if self._never_loaded or (self._kv_checks.failed and self._stages.alone):
             # A node whose load is refused stays a hit, and hides its copy in L3. HiCache cannot
             # remove one node, so all that are in L2 only go.
@@ -145,7 +145,7 @@ class OwnPagesController(HybridCacheController, Controller):
 
     def write(self, device_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Back up a node, or return None on every rank if one of its rows is not valid."""
-        self._stages.talk()
+        self._stages.exchange_messages()
         weights = self._runtime.weights
         flushed = weights is not None and weights.suspended is None
         may_wait = flushed and self.write_policy != "write_back"
@@ -229,7 +229,7 @@ class OwnPagesController(HybridCacheController, Controller):
         if self.eager is not None:
             prepared = self.eager.restores.whole_pages(host_pages)
             own[prepared], needed = 0, host_pages[~prepared]
-        self._stages.talk()
+        self._stages.exchange_messages()
         unsettled = own == NOT_SETTLED
         if self.eager is not None and self.eager.restores.failed(host_pages):
             problem = "restore_failed"
@@ -240,10 +240,10 @@ class OwnPagesController(HybridCacheController, Controller):
         elif not self._stages.have(host_pages):
             problem = "another_stage"
         depths = np.where(unsettled, layers + 1, own)
-        told, never = (-depths).tolist(), problem in ("restore_failed", "stale_host_page")
-        *told, fine, may_come = self.agreed(*told, problem is None, not never)
+        lacking, never = (-depths).tolist(), problem in ("restore_failed", "stale_host_page")
+        *lacking, fine, may_come = self.agreed(*lacking, problem is None, not never)
         if fine:
-            depths = -np.array(told, np.int64)
+            depths = -np.array(lacking, np.int64)
             load = self._loads.plan(host_pages, depths, *self.loading)
             if depths.any() or self._loads.stored_from:
                 # Which tokens are recomputed stands in the headers of each rank.
@@ -267,7 +267,7 @@ class OwnPagesController(HybridCacheController, Controller):
     def write_storage(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self._capture is not None:  # the backup is done, so its rows have arrived
             self._capture.ledger.settle(wait=False)
-        self._stages.talk()
+        self._stages.exchange_messages()
         if self.eager is not None:
             self.eager.until_saved(self._pool.page_ids(host_indices))
         self._pool.mark_arrived()
@@ -319,8 +319,8 @@ class OwnPagesController(HybridCacheController, Controller):
         assert self._batches is not None and self.eager is not None
         meeting = self._runtime.prefetches.of(operation).meeting
         self._read_drafts(operation)
-        how = meeting, self.eager.until_met
-        there = self._batches.transfer(self._page_get_zero_copy, operation, *how)
+        read, until_met = self._page_get_zero_copy, self.eager.until_met
+        there = self._batches.transfer(read, operation, meeting, until_met)
         self._page_transfer_sidecar(operation, there)  # SGLang's report of other pools
 
     def _read_drafts(self, operation: Any) -> None:

@@ -144,8 +144,8 @@ class OwnPagesPool(HostKVCache, HostPool):
         if indices.numel():
             host_pages = self.page_ids(indices)
             # First: tokens on the device may take rows back that are still to come.
-            for told in self.on_freed:
-                told(host_pages)
+            for callback in self.on_freed:
+                callback(host_pages)
             if self._capture is None:
                 self.arena.host_dropped(host_pages)
             else:
@@ -192,12 +192,12 @@ class OwnPagesPool(HostKVCache, HostPool):
             with metrics.timed("host_backup"):
                 of_kv = self._kv.save(self.page_layout, self.kv_buffer, pages, slots)
             if of_kv is not None:
-                told = host_tensor(of_kv.shape, torch.bool, device)
-                fits = (*fits, told.copy_(of_kv, non_blocking=True))
+                on_host = host_tensor(of_kv.shape, torch.bool, device)
+                fits = (*fits, on_host.copy_(of_kv, non_blocking=True))
         if self._capture is not None:  # table entries were exchanged: rows may be on their way
             current_stream(device).wait(self._capture.transfers())
-        for note in self.on_backed_up:
-            note(host_pages, slots)
+        for callback in self.on_backed_up:
+            callback(host_pages, slots)
         if fits:
             self.arena.wait_for(host_pages)
             self._saved.append((current_stream(device).record(), host_pages, fits))
@@ -260,8 +260,8 @@ class OwnPagesPool(HostKVCache, HostPool):
         for restore in self._restores:
             restore.wait_for_layer(layer_id)
         if layer_id == self.target_layer_num - 1:
-            for told in self.on_loaded:
-                told(self.page_ids(host_indices), device_indices)
+            for callback in self.on_loaded:
+                callback(self.page_ids(host_indices), device_indices)
             self._loads.count_finished()
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:

@@ -41,7 +41,7 @@ from hcache_backend.sglang.groups import new_stage_group
 from hcache_backend.store import PageStore
 
 JUDGING = "judging L3 hits"  # a capability (start/capabilities.py)
-_UNTOLD = "the weights were updated and not all pipeline stages have said theirs"
+_PENDING = "the weights were updated and not all pipeline stages have said theirs"
 _REASONS = ("quarantined", "not_restorable", "flush_needed", "stages")
 
 
@@ -99,7 +99,7 @@ class Runtime:
     _stages: PipelineStages[Weights | None] | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _stand_in: Weights | None = None
-    _updates_untold: int = 0
+    _updates_pending: int = 0
 
     def use_own_pages(self, fields: dict[str, object], reason: str | None = None) -> None:
         """The host pool holds own pages. ``reason``: why no hidden states; None if it does."""
@@ -178,7 +178,7 @@ class Runtime:
     def read_weights(self) -> None:
         """Fingerprint the loaded weights. Every rank of every stage must call it at one point.
         Raises RuntimeError on all ranks if one could not read its weights."""
-        self._use_weights(self._tell_stages())
+        self._use_weights(self._gather_weights())
         self._suspend()
 
     def read_draft(self, runner: Any) -> None:
@@ -203,15 +203,15 @@ class Runtime:
     def end_weight_update(self) -> None:
         """Weights have changed. L3 is suspended until a flush, and until all stages told theirs."""
         with self._lock:
-            self._updates_untold += 1
-            self._suspend(stages=_UNTOLD)
+            self._updates_pending += 1
+            self._suspend(stages=_PENDING)
             if self.weights is not None:  # whatever they are, they are not the old ones
                 unknown = os.urandom(16)
                 self._stand_in = Weights(unknown, self.weights.suspended, unknown)
                 self.weights = self._stand_in
         if self.draft is not None:
             self.read_draft(self.draft)
-        self._tell_stages().add_done_callback(self._all_stages_told)
+        self._gather_weights().add_done_callback(self._weights_gathered)
 
     def caches_were_flushed(self) -> None:
         """L1, L2 and the queues have nothing of the old weights: L3 may serve again."""
@@ -261,14 +261,14 @@ class Runtime:
                     logger.info("hcache: L3 serves again, in the namespace of the new weights")
             metrics.SUSPENDED.only(*(code for code, _ in known[:1]))
 
-    def _tell_stages(self) -> Future[list[Weights | None]]:
+    def _gather_weights(self) -> Future[list[Weights | None]]:
         """Tell the weights of this pipeline stage to all stages; returns those of all stages."""
         if self._stages is None:
             self._stages = PipelineStages(new_stage_group())
-        return self._stages.say(_stage_weights(self.runner.model))
+        return self._stages.gather(_stage_weights(self.runner.model))
 
-    def _use_weights(self, said: Future[list[Weights | None]]) -> None:
-        every = said.result()
+    def _use_weights(self, gathered: Future[list[Weights | None]]) -> None:
+        every = gathered.result()
         stages = [weights for weights in every if weights is not None]
         if len(stages) < len(every):
             raise RuntimeError("hcache: the weights could not be read")
@@ -279,14 +279,14 @@ class Runtime:
                 of_all_stages([stage.whole for stage in stages]),
             )
 
-    def _all_stages_told(self, said: Future[list[Weights | None]]) -> None:
+    def _weights_gathered(self, gathered: Future[list[Weights | None]]) -> None:
         with self._lock:
             try:
-                self._use_weights(said)
+                self._use_weights(gathered)
             except Exception as error:  # under the old fingerprint L3 must not serve again
                 self.begin_quarantine(str(error))
-            self._updates_untold -= 1
-            self._suspend(stages=_UNTOLD if self._updates_untold else None)
+            self._updates_pending -= 1
+            self._suspend(stages=_PENDING if self._updates_pending else None)
 
 
 _runtime: Runtime | None = None

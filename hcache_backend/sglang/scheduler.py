@@ -43,8 +43,8 @@ def around_received(original: Original, scheduler: Any, req: Any, *a: Any, **kw:
         metrics.PROBLEMS.count("look_up")
         if type(error) not in _look_up_failures:
             _look_up_failures.add(type(error))
-            told = "hcache: SGLang cannot look up request %s in L3 (logged once): %r"
-            logger.warning(told, req.rid, error)
+            text = "hcache: SGLang cannot look up request %s in L3 (logged once): %r"
+            logger.warning(text, req.rid, error)
         return None
     with catching():
         waiting.came(scheduler, req)

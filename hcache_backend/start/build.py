@@ -414,8 +414,9 @@ def build_stack(
     runtime.eager = reason is None
     capture = _start_capture(runtime, pool, plan) if hidden else None
     pipeline = plan.pipeline(pool.kv_buffer, projector, order)
-    heard = runtime.l3.estimates.slowdown, runtime.cannot_restore
-    loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device, *heard)
+    slowdown, failed = runtime.l3.estimates.slowdown, runtime.cannot_restore
+    methods, recomputer = plan.methods, plan.recomputer
+    loads = LoadQueue(pool.arena, pipeline, methods, recomputer, device, slowdown, failed)
     pool.connect(loads, capture, frees_duplicates=memory.hicache_write_policy == "write_back")
     token_bytes = pool.size_per_token, page_plan.kv_bytes_per_token(kvcache)
     warn_of_small_host_pool(pool.size, int(kvcache.size), *token_bytes)
@@ -428,8 +429,8 @@ def build_stack(
             pool.on_loaded.append(kv_checks.transferred)
     if plan.codec is not None and capture is not None:
         new_rows = partial(RecomputedRows, capture, plan.staging, plan.capture_hooks)
-        how = plan.codec, projector, plan.exchange, order
-        checks = ServiceChecks(runtime, pool, plan.hidden_layers, *how)
+        layers, codec, exchange = plan.hidden_layers, plan.codec, plan.exchange
+        checks = ServiceChecks(runtime, pool, layers, codec, projector, exchange, order)
         pool.on_freed.append(checks.freed)
         pool.on_backed_up.append(checks.transferred)
     if plan.plugin is not None and plan.observer is not None:
@@ -438,12 +439,14 @@ def build_stack(
     if hidden or runtime.eager:
         free_pages = ReservablePages(allocator, plan.capture_hooks if hidden else None)
     if runtime.eager:
-        reserved = max(1, int(kvcache.size // params.page_size * _RESERVED))
-        methods, seconds = plan.methods, config.recompute_ms / 1e3
+        most = max(1, int(kvcache.size // params.page_size * _RESERVED))
+        seconds = config.recompute_ms / 1e3
         known = methods.profile is not None
         budget = SliceBudget(seconds, methods.chunk_tokens, methods.layer, known=known)
-        both = runtime.l3, runtime.prefetches
-        eager = EagerLoads(free_pages, pool, pipeline, loads, reserved, budget, *both, new_rows)
+        l3, prefetches = runtime.l3, runtime.prefetches
+        eager = EagerLoads(
+            free_pages, pool, pipeline, loads, most, budget, l3, prefetches, new_rows
+        )
         runtime.on_weights_changed.append(eager.drop_restored)
     stages = StagePages(runtime, pool.arena, plan.pages.host, new_stage_group)
     judge = partial(judge_hits, runtime, config)
@@ -483,8 +486,8 @@ def _start_capture(runtime: Runtime, pool: OwnPagesPool, plan: PagePlan) -> Stag
     plan.capture_hooks.use(capture, tokens_only=plan.recomputer is not None)
     runtime.on_weights_changed.append(capture.ledger.forget)
     size = Staging.bytes_for(staging.layers, staging.row_bytes, staging.capacity) / 1e6
-    told = "hcache: capture: staging of %d tokens, %.0f MB of device memory"
-    logger.debug(told, staging.capacity, size)
+    text = "hcache: capture: staging of %d tokens, %.0f MB of device memory"
+    logger.debug(text, staging.capacity, size)
     return capture
 
 

@@ -238,8 +238,8 @@ def refuse(capability: str, server: Server, known: str | None = None) -> None:
 def tell(runtime: Runtime) -> None:
     """Log the capabilities that the server goes without, after the line about its host pool."""
     if runtime.unused:
-        said = "; ".join(f"{what} ({reason})" for what, reason in runtime.unused.items())
-        logger.info("hcache: not used: %s", said)
+        listed = "; ".join(f"{what} ({reason})" for what, reason in runtime.unused.items())
+        logger.info("hcache: not used: %s", listed)
     count(runtime)
 
 

@@ -190,9 +190,9 @@ def make_exchange(what: str, rows: Sequence[torch.Tensor], page_size: int) -> Ex
     exchange = Exchange.between(ranks.ranks[first : first + shards], device)
     problem = exchange.check(device)
     flat = torch.cat([each.flatten() for each in rows]).view(torch.uint8).cpu().numpy()
-    said = ranks.all_gather_object((problem, xxhash.xxh3_64_intdigest(flat.data)))
-    problem = first_problem(problem for problem, _ in said)
-    if problem is None and len({digest for _, digest in said}) > 1:
+    gathered = ranks.all_gather_object((problem, xxhash.xxh3_64_intdigest(flat.data)))
+    problem = first_problem(problem for problem, _ in gathered)
+    if problem is None and len({digest for _, digest in gathered}) > 1:
         problem = f"{what} differ between tensor-parallel ranks"
     if problem is not None:
         raise Refused(problem)
@@ -300,12 +300,12 @@ def _proven(name: str, probe: Probe, projector: Projector) -> Codec:
     if lost == tried:
         raise Refused(f"it cannot hold one of the {lost} tokens of the self-check")
     if lost:
-        told = (
+        text = (
             "hcache: codec %r cannot encode %d of the %d tokens that were tried; pages with such "
             "tokens do not go to L3 (option 'codec')"
         )
         level = logging.WARNING if lost > _UNENCODABLE_SHARE * tried else logging.INFO
-        logger.log(level, told, codec.name, lost, tried)
+        logger.log(level, text, codec.name, lost, tried)
     return codec
 
 

@@ -64,8 +64,8 @@ class PoolPages:
             )
         if of_kv and not self._any_ranks and not shared:
             only = "with --hicache-mem-layout page_head only, and not those of MLA"
-            told = "hcache: 'tp_lcm_size' is ignored: KV pages can be divided by heads %s"
-            logger.warning(told, only)
+            text = "hcache: 'tp_lcm_size' is ignored: KV pages can be divided by heads %s"
+            logger.warning(text, only)
         if mla and ranks > 1 and divided and name != PoolName.MAMBA:
             logger.warning(
                 f"hcache: pool {name} is divided over the ranks and SGLang backs up the first "

@@ -155,7 +155,7 @@ def bare_controller(
     )
     stages = SimpleNamespace(
         alone=True,
-        talk=lambda: None,
+        exchange_messages=lambda: None,
         have=lambda pages: True,
         decide=lambda verdict: verdict,
         backed_up=lambda pages: None,

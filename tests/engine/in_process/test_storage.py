@@ -337,11 +337,11 @@ def futures(runtime: Runtime, monkeypatch: MonkeyPatch) -> list[Future[Any]]:
     """What the pipeline stages say of their weights after each update, once a test says it."""
     said = list[Future[Any]]()
 
-    def say(own: Any) -> Future[Any]:
+    def gather(own: Any) -> Future[Any]:
         said.append(Future())
         return said[-1]
 
-    monkeypatch.setattr(runtime, "_stages", SimpleNamespace(say=say))
+    monkeypatch.setattr(runtime, "_stages", SimpleNamespace(gather=gather))
     monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda model: None)
     runtime.runner.model = None
     return said

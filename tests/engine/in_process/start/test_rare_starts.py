@@ -449,7 +449,7 @@ def test_unnoticed_uses_are_said(a_hook_is_missing: None, caplog: LogCaptureFixt
 
 
 def test_unreadable_weights_refuse_an_attach(runtime: Any, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(attach, "said_by_all_ranks", lambda said: [said])
+    monkeypatch.setattr(attach, "from_all_ranks", lambda said: [said])
     monkeypatch.setattr(runtime, "read_weights", failing(RuntimeError("weights are gone")))
     config: Any = SimpleNamespace(tp_rank=0, pp_rank=0, pp_size=1)
     with pytest.raises(ConfigError, match="weights are gone"):
