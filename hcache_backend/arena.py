@@ -7,9 +7,9 @@ tokens. A backup exchanges two table entries and copies no hidden states.
 - Every physical page is in exactly one table entry.
 - Rows belong to one allocation of their slot. A new allocation or a load makes them void; later
   results of earlier steps do not count.
-- After a backup or a load, the rows of a device page are in a host page, its *home*. If HiCache
-  frees that while the tokens are on the device (``write_back`` does), the entries are exchanged
-  back, and the page can be backed up again.
+- After a backup or a load, the rows of a device page are in a host page: the two are linked. If
+  HiCache frees that while the tokens are on the device (``write_back`` does), the entries are
+  exchanged back, and the page can be backed up again.
 - A page that was loaded cannot be backed up again.
 - Recomputed rows come to a host page without a shadow, which counts once they are there.
 - A page with rows that the codec cannot hold lacks all layers (``keeps_unfit``) or counts as lost.
@@ -96,12 +96,12 @@ class Arena:
         self._lost = np.zeros(slots, np.bool_)  # filled, and a row is missing
         self._positions = np.zeros(slots, np.int32)
         self._token_ids = np.zeros(slots, np.int32)
-        self._tenant = np.full(host_pages, -1, np.int64)  # device page whose tokens it holds
-        self._home = np.full(device_pages, -1, np.int64)  # the same link from the other side
+        self._device_page = np.full(host_pages, -1, np.int64)  # the one whose tokens it holds
+        self._host_page = np.full(device_pages, -1, np.int64)  # the same link from the other side
         self._unproven: set[int] = set()  # host pages that wait for the proof of their rows
         self._recomputed: set[int] = set()  # pending pages whose rows do not come from shadows
         self._blank_header = np.empty(layout.header_bytes, np.uint8)
-        layout.begin(self._blank_header, NO_NAMESPACE, bytes(WRITER_BYTES))
+        layout.begin_header(self._blank_header, NO_NAMESPACE, bytes(WRITER_BYTES))
 
     def physical(self, host_pages: Ids) -> Ids:
         return self._host[host_pages]
@@ -126,10 +126,10 @@ class Arena:
 
     def complete(self, host_pages: Ids) -> None:
         """All layers of the pages are there, or on their way."""
-        self.settle(host_pages)
+        self.stop_waiting(host_pages)
         self._lost_pages[self.physical(host_pages)] = False
 
-    def lose(self, host_pages: Ids) -> None:
+    def mark_lost(self, host_pages: Ids) -> None:
         """No layer of the pages is there or on its way."""
         self._lost_pages[self.physical(host_pages)] = True
 
@@ -139,24 +139,24 @@ class Arena:
         self.complete(host_pages)
 
     def wait_for(self, host_pages: Ids) -> None:
-        """The pages are not settled until :meth:`arrived` gets this array or they are rewritten."""
+        """The pages are not settled until :meth:`mark_saved` gets this array, or are rewritten."""
         self._pending |= dict.fromkeys(host_pages.tolist(), host_pages)
 
-    def settle(self, host_pages: Ids) -> None:
+    def stop_waiting(self, host_pages: Ids) -> None:
         """The pages wait for nothing any more."""
         for page in host_pages.tolist() if self._pending else ():
             self._pending.pop(page, None)
             self._recomputed.discard(page)
 
-    def arrived(self, host_pages: Ids, fits: npt.NDArray[np.bool_]) -> Ids:
+    def mark_saved(self, host_pages: Ids, fits: npt.NDArray[np.bool_]) -> Ids:
         """Settle pages of a :meth:`wait_for`, without those that wait anew. Returns the lost ones:
         pages that do not fit the codec (``fits`` is False). Recomputed pages are stamped."""
         own = np.array([self._pending.get(p) is host_pages for p in host_pages.tolist()], np.bool_)
         recomputed = np.array([p in self._recomputed for p in host_pages.tolist()], np.bool_) & own
-        self.settle(host_pages[own])
+        self.stop_waiting(host_pages[own])
         lost = host_pages[own & ~fits]
-        self.lose(lost)
-        self._move_out(host_pages[recomputed & ~fits])
+        self.mark_lost(lost)
+        self._unlink_host(host_pages[recomputed & ~fits])
         self._stamp_all(host_pages[recomputed])
         return lost
 
@@ -172,7 +172,7 @@ class Arena:
 
     def allocated(self, slots: Ids) -> None:
         """``slots`` were allocated: their rows are void."""
-        self._leave_home(slots // self.layout.page_size)
+        self._unlink_device(slots // self.layout.page_size)
         self._refill(slots)
         self._lost[slots] = False
 
@@ -186,10 +186,12 @@ class Arena:
         """True if no slot that a forward pass filled is known to lack its rows."""
         return not self._lost.any()
 
-    def begin(self, slots: Ids, positions: Ids, token_ids: Ids, *, promised: bool = True) -> int:
+    def begin_step(
+        self, slots: Ids, positions: Ids, token_ids: Ids, *, promised: bool = True
+    ) -> int:
         """A forward pass that fills ``slots`` was launched, and with it, if ``promised``, all that
         captures its rows. Returns the step's ticket for :meth:`prove`."""
-        self._leave_home(slots // self.layout.page_size)
+        self._unlink_device(slots // self.layout.page_size)
         self._refill(slots, _RowState.PROMISED if promised else _RowState.VOID)
         self._lost[slots] = not promised
         self._positions[slots] = positions
@@ -226,7 +228,7 @@ class Arena:
             return "rows not encodable"
         if (rows == _RowState.VOID).any():
             return "rows not valid"
-        if (self._home[pages] >= 0).any():
+        if (self._host_page[pages] >= 0).any():
             return "rows backed up already"
         first = int(positions[0])
         wanted = np.arange(first, first + len(positions), dtype=np.int32)
@@ -241,14 +243,14 @@ class Arena:
         pages = slots[::size] // size
         filled, empty = self._shadow[pages], self._host[host_pages]
         self._host[host_pages], self._shadow[pages] = filled, empty
-        self._move_in(host_pages, pages)
+        self._link(host_pages, pages)
         self.complete(host_pages)
         self._begin_headers(filled, self._positions[slots], self._token_ids[slots])
         self._unproven.update(host_pages.tolist())
         self._finish_unproven()
         return ShadowChanges(pages, empty)
 
-    def spoil(self, host_pages: Ids) -> None:
+    def mark_rows_missing(self, host_pages: Ids) -> None:
         """HiCache allocated ``host_pages`` for tokens whose rows are not there."""
         self.complete(host_pages)
         self._begin_headers(self._host[host_pages])
@@ -274,7 +276,7 @@ class Arena:
         return self._rows[slots] == _RowState.UNFIT
 
     def recomputed(self, host_pages: Ids, positions: Ids, token_ids: Ids) -> None:
-        """The tokens come recomputed to ``host_pages``; :meth:`arrived` gets this array then."""
+        """The tokens come recomputed to ``host_pages``; :meth:`mark_saved` gets this array then."""
         self.complete(host_pages)
         self.wait_for(host_pages)
         if len(self._shadow):  # otherwise headers come when pages go to L3
@@ -286,11 +288,11 @@ class Arena:
         size = self.layout.page_size
         pages = slots[::size] // size
         physical = self._host[host_pages]
-        self._leave_home(pages)
+        self._unlink_device(pages)
         self.host_access(physical, write=False, header=True)
         self._positions[slots] = self.layout.positions(self.memory)[physical].ravel()
         self._token_ids[slots] = self.layout.token_ids(self.memory)[physical].ravel()
-        self._move_in(host_pages, pages)
+        self._link(host_pages, pages)
         lost = np.repeat(self._lost_pages[physical], size)
         self._rows[slots] = np.where(lost, _RowState.UNFIT, _RowState.PROVEN)
 
@@ -299,11 +301,11 @@ class Arena:
         if not self._unproven:
             return
         host_pages = np.fromiter(self._unproven, np.int64)
-        rows = self._rows.reshape(-1, self.layout.page_size)[self._tenant[host_pages]]
+        rows = self._rows.reshape(-1, self.layout.page_size)[self._device_page[host_pages]]
         proven = self._kept(rows)
         unfit = (rows == _RowState.UNFIT).any(1)
         lost = (rows == _RowState.VOID).any(1) | (unfit & ~np.bool_(self.keeps_unfit))
-        self.lose(host_pages[unfit])
+        self.mark_lost(host_pages[unfit])
         self._stamp_all(host_pages[proven])
         self._unproven.difference_update(host_pages[proven | lost].tolist())
 
@@ -317,41 +319,41 @@ class Arena:
     def host_freed(self, host_pages: Ids) -> ShadowChanges:
         """HiCache freed ``host_pages``: tokens still on the device take their rows back. All that
         happened to their slots must be known, and recomputed rows must be there."""
-        self.settle(host_pages)
-        linked = host_pages[self._tenant[host_pages] >= 0]
-        rows = self._rows.reshape(-1, self.layout.page_size)[self._tenant[linked]]
+        self.stop_waiting(host_pages)
+        linked = host_pages[self._device_page[host_pages] >= 0]
+        rows = self._rows.reshape(-1, self.layout.page_size)[self._device_page[linked]]
         back = linked[self._kept(rows)]
-        pages = self._tenant[back]
+        pages = self._device_page[back]
         self._host[back], self._shadow[pages] = self._shadow[pages], self._host[back]
-        self._home[pages] = self._tenant[back] = -1
-        self._move_out(host_pages)
+        self._host_page[pages] = self._device_page[back] = -1
+        self._unlink_host(host_pages)
         return ShadowChanges(pages, self._shadow[pages])
 
     def host_dropped(self, host_pages: Ids) -> None:
         """HiCache freed ``host_pages``, and their tokens are not on the device any more."""
-        self.settle(host_pages)
-        self._move_out(host_pages)
+        self.stop_waiting(host_pages)
+        self._unlink_host(host_pages)
 
     def clear(self) -> None:
         """Every host page and every slot was freed."""
         self._refill(slice(None))
         self._lost[:] = False
-        self._tenant[:] = self._home[:] = -1
+        self._device_page[:] = self._host_page[:] = -1
         for pages in (self._unproven, self._pending, self._recomputed):
             pages.clear()
 
-    def _move_in(self, host_pages: Ids, device_pages: Ids) -> None:
-        self._move_out(host_pages)
-        self._tenant[host_pages] = device_pages
-        self._home[device_pages] = host_pages
+    def _link(self, host_pages: Ids, device_pages: Ids) -> None:
+        self._unlink_host(host_pages)
+        self._device_page[host_pages] = device_pages
+        self._host_page[device_pages] = host_pages
 
-    def _move_out(self, host_pages: Ids) -> None:
+    def _unlink_host(self, host_pages: Ids) -> None:
         """Cut the links: rows that were in these host pages are in no shadow, so they are void."""
-        tenants, size = self._tenant[host_pages], self.layout.page_size
-        tenants = tenants[tenants >= 0]
-        self._refill((tenants[:, None] * size + np.arange(size)).ravel())
-        self._home[tenants] = -1
-        self._tenant[host_pages] = -1
+        device_pages, size = self._device_page[host_pages], self.layout.page_size
+        device_pages = device_pages[device_pages >= 0]
+        self._refill((device_pages[:, None] * size + np.arange(size)).ravel())
+        self._host_page[device_pages] = -1
+        self._device_page[host_pages] = -1
         self._unproven.difference_update(host_pages.tolist())
 
     def _refill(self, slots: Ids | slice, state: int = _RowState.VOID) -> None:
@@ -360,8 +362,8 @@ class Arena:
         self._generation[slots] = self._clock
         self._rows[slots] = state
 
-    def _leave_home(self, device_pages: Ids) -> None:
-        homes = self._home[device_pages]
-        homes = homes[homes >= 0]
-        if len(homes):
-            self._move_out(np.unique(homes))
+    def _unlink_device(self, device_pages: Ids) -> None:
+        host_pages = self._host_page[device_pages]
+        host_pages = host_pages[host_pages >= 0]
+        if len(host_pages):
+            self._unlink_host(np.unique(host_pages))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,15 @@ _CHUNK = 1 << 21
 _MIX_A = -7046029254386353131  # odd 64-bit constants of the golden ratio and of splitmix64
 _MIX_B = -4658895280553007687
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.int8))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Present weights of one pipeline stage or of all."""
+
+    fingerprint: bytes  # digest over all tensor-parallel ranks
+    suspended: str | None = None  # reason why L3 takes and gives nothing at present
+    whole: bytes = b""  # digest that does not depend on the number of ranks
 
 
 class TensorDigest(NamedTuple):

@@ -292,7 +292,7 @@ def timed(stage: str) -> Iterator[None]:
 
 
 @contextmanager
-def harmless(problem: str, consequence: str) -> Iterator[None]:
+def catching(problem: str, consequence: str) -> Iterator[None]:
     """SGLang goes on if the body raises; that is counted as ``problem``, and logged."""
     try:
         yield

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
 logger = logging.getLogger("hcache")
+
+Group: TypeAlias = dist.ProcessGroup | None  # None: a single rank
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -27,7 +29,7 @@ class OutOfStep(RuntimeError):
     """Other ranks may wait for this one for ever: its server must end."""
 
 
-def smallest(group: Any, *numbers: int) -> list[int]:
+def smallest(group: Group, *numbers: int) -> list[int]:
     """The smallest of each of ``numbers`` on all ranks of ``group``, by one MIN-reduce; of a flag 1
     if it is true on every rank. ``group`` is on the CPU (gloo); None: a single rank."""
     least = torch.tensor(numbers, dtype=torch.int64)
@@ -37,7 +39,7 @@ def smallest(group: Any, *numbers: int) -> list[int]:
     return found
 
 
-def sum_of_all_ranks(group: Any, own: torch.Tensor) -> torch.Tensor:
+def sum_of_all_ranks(group: Group, own: torch.Tensor) -> torch.Tensor:
     """What all ranks of ``group`` have, on the CPU, added in their order: equal to the bit."""
     if group is None or not dist.is_initialized() or dist.get_world_size(group=group) == 1:
         return own
@@ -47,7 +49,7 @@ def sum_of_all_ranks(group: Any, own: torch.Tensor) -> torch.Tensor:
 
 
 def all_or_none(
-    groups: tuple[Any, ...],
+    groups: tuple[Group, ...],
     work: Callable[_Arguments, _Result],
     *args: _Arguments.args,
     **kwargs: _Arguments.kwargs,
@@ -77,21 +79,8 @@ def all_or_none(
     return result
 
 
-class Part(Protocol):
-    """A part of ours that has something to do in every turn. Scheduler thread only."""
-
-    def ask(self, turn: Turn) -> None:
-        """Add what this rank knows."""
-
-    def hear(self) -> None:
-        """The ranks have agreed."""
-
-    def forget(self) -> None:
-        """L1 and L2 are emptied, and all that waits was dropped."""
-
-
-class Said(NamedTuple):
-    """Numbers that a part of ours added to a turn, and where they are among all of it."""
+class Proposal(NamedTuple):
+    """Numbers that one part of ours added to a turn: where they are among all of them."""
 
     turn: Turn
     where: slice
@@ -103,16 +92,16 @@ class Said(NamedTuple):
 
 
 class Turn:
-    """Numbers of this rank in one turn. Every rank says equally many, in the same order."""
+    """Numbers of this rank in one turn. Every rank has equally many, in the same order."""
 
     def __init__(self, cache: Any = None) -> None:
         self.cache = cache  # SGLang's radix cache, whose turn it is
         self.least: list[int] = []  # the smallest of each on all ranks, from :meth:`agree`
         self._own: list[int] = []
 
-    def say(self, *numbers: int) -> Said:
+    def propose(self, *numbers: int) -> Proposal:
         self._own += numbers
-        return Said(self, slice(len(self._own) - len(numbers), len(self._own)))
+        return Proposal(self, slice(len(self._own) - len(numbers), len(self._own)))
 
     def agree(self, reduce: Callable[[torch.Tensor, Any], object]) -> None:
         """Reduce the numbers of all ranks, if there are any, by ``reduce(tensor, operation)``."""

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +43,7 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Block until it has; on a CPU raises StreamFailed if earlier work went wrong."""
 
-    def elapsed_time(self, later: Any) -> float:
+    def elapsed_time(self, later: Self) -> float:
         """Milliseconds to ``later``; both points have passed and were recorded with ``timed``."""
 
 

@@ -16,12 +16,16 @@ def assert_sound_arena(arena: Arena) -> None:
     """No physical page is lost or in two places, and every link has two sides."""
     every = np.sort(np.concatenate((arena._host, arena._shadow)))
     assert np.array_equal(every, np.arange(len(arena.memory))), "a page is lost or doubled"
-    for host_page in np.flatnonzero(arena._tenant >= 0).tolist():
-        assert arena._home[arena._tenant[host_page]] == host_page, "a host page's link is broken"
-    for page in np.flatnonzero(arena._home >= 0).tolist():
-        assert arena._tenant[arena._home[page]] == page, "a device page's link is broken"
+    for host_page in np.flatnonzero(arena._device_page >= 0).tolist():
+        assert arena._host_page[arena._device_page[host_page]] == host_page, (
+            "a host page's link is broken"
+        )
+    for page in np.flatnonzero(arena._host_page >= 0).tolist():
+        assert arena._device_page[arena._host_page[page]] == page, "a device page's link is broken"
     assert (arena._generation <= arena._clock).all()
-    assert all(arena._tenant[page] >= 0 for page in arena._unproven), "an orphan waits for proof"
+    assert all(arena._device_page[page] >= 0 for page in arena._unproven), (
+        "an orphan waits for proof"
+    )
 
 
 def assert_sound_reservations(eager: EagerRestores) -> None:

@@ -123,7 +123,7 @@ class Engine:
             specs = LayerSpecs(runtime, probe, projector, get_tp_group().cpu_group)
             specs.find()
             specs.check_writing()
-            specs.settle()
+            specs.use_agreed()
         except Refused as refused:
             raise MachineError(f"hidden mode refuses this model: {refused}") from None
         self.layers, self.projector = probe.layers, projector

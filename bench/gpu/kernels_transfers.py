@@ -12,7 +12,7 @@ restore has: a single page is bound by its launches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, product
 
@@ -23,6 +23,8 @@ from bench.gpu.shapes import HEADER_BYTES, PAGE
 from hcache_kernels.codecs import SEGMENT_CODECS, Codec, Cut, make_codec, make_segment_codec
 from hcache_kernels.launch import Launch
 from hcache_kernels.pages.kernel import gather_launch, gather_planes_launch
+
+Work = dict[str, Callable[[], object]]
 
 HEAD_DIM = 128
 CHECKED_ROWS = 256
@@ -86,7 +88,8 @@ def codec_speeds(codec: Codec, hidden: torch.Tensor, device: Device) -> Row:
         and torch.equal(decoded[some].cpu(), codec.decode(want))
         and (not codec.lossless or torch.equal(decoded, hidden))
     )
-    work = {"encode": encode.run, "decode": decode.run, "copy": partial(decoded.copy_, hidden)}
+    work: Work = {"encode": encode.run, "decode": decode.run}
+    work["copy"] = partial(decoded.copy_, hidden)
     times = {name: device.microseconds(one) for name, one in work.items()}
     return {
         **speeds(times, hidden.nbytes),
@@ -180,8 +183,8 @@ def segment_speeds(codec: Codec, count: int, device: Device) -> Row:
     uncoded_load.run()
     right &= all(torch.equal(pool[part][items], held[part][items]) for part in (0, 1))
     target = torch.empty_like(plain[0])
-    work = {"encode": encode.run, "decode": decode.run, "copy": partial(target.copy_, plain[0])}
-    work |= {"saved": saved, "loaded": loaded}
+    work: Work = {"encode": encode.run, "decode": decode.run, "saved": saved, "loaded": loaded}
+    work["copy"] = partial(target.copy_, plain[0])
     work |= {"uncoded_save": uncoded_save, "uncoded_load": uncoded_load.run}
     times = {name: device.microseconds(one) for name, one in work.items()}
     times["copy"] *= 2  # of K and of V

@@ -267,7 +267,7 @@ class RecomputedRows:
         self._seen[layer] = stop = start + len(hidden)
         self._rows[layer, start:stop] = hidden
 
-    def save(self, pages: Ids) -> torch.Tensor:
+    def save_rows(self, pages: Ids) -> torch.Tensor:
         """Copy them to physical ``pages`` (int64 ``[p]``) of the arena, on the current stream.
         Returns a mask of those that the codec holds whole, bool ``[p]``, on its way to the CPU."""
         capture, rows, self._rows = self._capture, self._rows, None

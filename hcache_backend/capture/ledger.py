@@ -35,7 +35,7 @@ class StepEntry:
 
     read: Read  # its slots, then positions, then token ids: int64 [3 * n]
     promised: bool = False  # everything that captures its rows was launched
-    ticket: int | None = None  # of Arena.begin, once the arena knows the step
+    ticket: int | None = None  # of Arena.begin_step, once the arena knows the step
     slots: Ids | None = None  # known with the ticket
 
 
@@ -222,7 +222,7 @@ class Ledger:
     def _begin(self, entry: StepEntry, where: Ids) -> None:
         slots, positions, token_ids = where.reshape(3, -1)
         entry.slots = slots
-        entry.ticket = self._arena.begin(slots, positions, token_ids, promised=entry.promised)
+        entry.ticket = self._arena.begin_step(slots, positions, token_ids, promised=entry.promised)
 
     def _apply_proofs(self) -> None:
         while self._proofs and self._proofs[0].done.query():

@@ -18,13 +18,14 @@ import torch.distributed as dist
 
 from hcache_backend.checks.comparison import first_problem, projected, projected_difference
 from hcache_backend.config import PROJECTION_VARIABLE
+from hcache_backend.host.ports import Server
 from hcache_backend.projection import attention, exactness, search
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.exactness import Bound, KVExactness, kv_exactness, together, worst
 from hcache_backend.projection.paged_pool import PagedPool, planes_of
 from hcache_backend.projection.projector import LayerSpec, Projector, linear_output
 from hcache_backend.projection.search import LESS_EXACT, NoSpec, find_spec
-from hcache_backend.ranks import Refused, smallest
+from hcache_backend.ranks import Group, Refused, smallest
 from hcache_backend.restore.recompute import Recomputer, TokenSpan
 from hcache_backend.server_report import LayerGroup
 from hcache_backend.streams import current_stream
@@ -289,7 +290,7 @@ def check_recompute(
         # On the stream of service; nothing is served yet, so the host may wait.
         forwards = recomputer.stream()
         current_stream(slots.device).record().synchronize()
-        forwards.run(lambda: recomputer.run(len(probe.layers), positions, where, spans))
+        forwards.run(lambda: recomputer.recompute(len(probe.layers), positions, where, spans))
         forwards.record().synchronize()
         # Part by part: among many values the few that differ would not show.
         recomputed = by_layer([exactness(at, part) for at in (slots, others) for part in halves])
@@ -308,8 +309,8 @@ def check_recompute(
         problem = f"{name} recomputed: {recomputed[layers]}{beside}: {own[layers]}"
     if not layers:
         raise Refused(str(problem))
-    told = f"{together(recomputed[:layers])}{beside} {together(own[:layers])}"
-    return Recomputed(layers, told, problem)
+    described = f"{together(recomputed[:layers])}{beside} {together(own[:layers])}"
+    return Recomputed(layers, described, problem)
 
 
 @dataclass(frozen=True)
@@ -326,8 +327,8 @@ class LayerSpecs:
     """Gives the projector its specs, at start and after every update of the weights. ``group``: the
     process group of the tensor-parallel ranks."""
 
-    def __init__(self, runtime: Any, probe: Probe, projector: Projector, group: Any) -> None:
-        self._runtime, self._probe, self._projector = runtime, probe, projector
+    def __init__(self, server: Server, probe: Probe, projector: Projector, group: Group) -> None:
+        self._server, self._probe, self._projector = server, probe, projector
         self._group, self._stale = group, False
         self._found: list[Found] = []
 
@@ -335,7 +336,7 @@ class LayerSpecs:
         """Look for the spec of every layer on this rank; all ranks call it. Raises Refused if not
         even the attention modules can restore pages."""
         found, problems = [], []
-        limit = int(self._runtime.runner.model_config.context_len)
+        limit = int(self._server.runner.model_config.context_len)
         for layer, hidden in zip(self._probe.layers, self._probe.hidden, strict=True):
             evidence = search.gather_evidence(layer, hidden, self._probe.positions, limit)
             problems.append(search.dependence(layer, evidence))
@@ -399,7 +400,7 @@ class LayerSpecs:
             return found
         return Found(None, f"in the KV pool {LESS_EXACT}", found.own, written)
 
-    def settle(self) -> None:
+    def use_agreed(self) -> None:
         """Use the specs found on every rank; all ranks call it. Raises Refused on all ranks if
         projections could get in the way of forward passes."""
         # Some attention modules talk to the other ranks: all must call them, or none.
@@ -422,8 +423,8 @@ class LayerSpecs:
 
     def follow_weights(self) -> None:
         """Forget the specs whenever weights change, and find them anew."""
-        self._runtime.on_weights_changed.append(self._forget)
-        self._runtime.on_caches_flushed.append(self._renew)
+        self._server.on_weights_changed.append(self._forget)
+        self._server.on_caches_flushed.append(self._renew)
 
     def _forget(self) -> None:
         """Weights change: attention modules stay right, specs may not."""
@@ -439,13 +440,13 @@ class LayerSpecs:
             reason = f"after a weight update: {type(error).__name__}: {error}"
             self._found = [Found(None, reason, found.own) for found in self._found]
             if isinstance(error, Refused):
-                self._runtime.begin_quarantine(reason)
+                self._server.begin_quarantine(reason)
             else:
                 logger.exception("hcache: the search for specs raised an error")
         try:
-            self.settle()
+            self.use_agreed()
         except Refused as refused:
-            self._runtime.begin_quarantine(f"after a weight update: {refused}")
+            self._server.begin_quarantine(f"after a weight update: {refused}")
 
     def _report(self) -> None:
         groups: dict[tuple[Literal["spec", "generic"], str], list[int]] = {}
@@ -453,7 +454,7 @@ class LayerSpecs:
             refused = spec is None and found.spec is not None
             detail = "another rank has no spec" if refused else found.detail
             groups.setdefault(("generic" if spec is None else "spec", detail), []).append(layer)
-        self._runtime.projection = [
+        self._server.projection = [
             LayerGroup(
                 method=method,
                 detail=detail,
@@ -462,11 +463,11 @@ class LayerSpecs:
             )
             for (method, detail), layers in groups.items()
         ]
-        by_spec = [group for group in self._runtime.projection if group.method == "spec"]
+        by_spec = [group for group in self._server.projection if group.method == "spec"]
         parts = [f"{len(group.layers)} layers by spec ({group.detail})" for group in by_spec]
         if parts:
             logger.debug("hcache: projection: %s", "; ".join(parts))
-        for group in self._runtime.projection:
+        for group in self._server.projection:
             numbers, how = ", ".join(map(str, group.layers)), "by their attention modules"
             if group.method == "generic":
                 logger.debug("hcache: projection: layers %s %s: %s", numbers, how, group.detail)

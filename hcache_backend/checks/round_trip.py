@@ -13,17 +13,17 @@ import numpy as np
 import torch
 
 from hcache_backend.arena import Arena, Ids
-from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.checks.comparison import difference, equal, of_kv, projected_difference
 from hcache_backend.checks.probe import PROBE_TOKENS, given
 from hcache_backend.format.envelope import NAMESPACE_BYTES, WRITER_BYTES
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import Shard
+from hcache_backend.host.ports import HiddenPages
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.projection.exactness import CODEC_TOLERANCE, relative_difference
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused
-from hcache_backend.restore.exchange import CollectiveOrder, Fetch
+from hcache_backend.restore.exchange import CollectiveOrder, Exchange, Fetch
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import StreamFailed, host_tensor
@@ -31,8 +31,8 @@ from hcache_backend.streams import StreamFailed, host_tensor
 _FROM, _TO, _HOST = (1, 2), (4, 3), (1, 0)  # pages of the pool, and of host memory between them
 
 
-class _OwnShare:
-    """Stands in for an :class:`.Exchange`: the other shards are zeros."""
+class _OwnShare(Exchange):
+    """Without other ranks: their shards are zeros."""
 
     on_scheduler_thread = False
 
@@ -84,7 +84,7 @@ def check_copies(layout: PageLayout, kv: KVSegments) -> None:
         restored = [others_stay] * len(layout.segment_bytes)
         for layer in kv.layers:
             restored[layer] = kv.restored_layer(layer)
-        exchange: Any = _OwnShare(layout.shard) if kv.shares_tokens else None
+        exchange = _OwnShare(layout.shard) if kv.shares_tokens else None
         pipeline = RestorePipeline(memory, layout, restored, len(slots), device, exchange=exchange)
         pipeline.start(np.array(_HOST), others).synchronize()
         rows: list[torch.Tensor | None] = [None] * len(buffers)
@@ -134,11 +134,14 @@ def check_lossy(kv: KVSegments, layout: PageLayout, slots: torch.Tensor, most: f
 class CaptureCheck:
     """A few pages that go from the model to host memory and from there to other slots, as in
     service: capture, transfer, verdicts, backup and restore, also by the CUDA graphs that serve.
-    All tensor-parallel ranks must take its steps, in their order. ``plan`` is a
-    :class:`hcache_backend.start.page_plan.PagePlan`."""
+    All tensor-parallel ranks must take its steps, in their order."""
 
-    def __init__(self, plan: Any, projector: Projector, order: CollectiveOrder | None) -> None:
-        layout, device, self._plan = plan.layout, plan.kvcache.device, plan
+    def __init__(
+        self, plan: HiddenPages, projector: Projector, order: CollectiveOrder | None
+    ) -> None:
+        assert plan.codec is not None
+        layout, device = plan.layout, plan.kvcache.device
+        self._plan, self._codec = plan, plan.codec
         self._pages = np.arange(-(-PROBE_TOKENS // layout.page_size))
         self.tokens = len(self._pages) * layout.page_size
         shadows = len(self._pages) + 1  # an empty pool hands out its first pages, except page 0
@@ -152,12 +155,12 @@ class CaptureCheck:
             lambda page: layout.stamp(page, b"\1" * NAMESPACE_BYTES, bytes(WRITER_BYTES)),
             keeps_unfit=True,  # whether the codec holds enough was decided before
         )
-        self._capture: StagedCapture = plan.capture(self._arena, self._memory)
+        self._capture = plan.capture(self._arena, self._memory)
         # Made before the restores, which have collectives: one rank may lack memory for it.
-        self._pipeline: RestorePipeline = plan.pipeline(self._memory, projector, order)
+        self._pipeline = plan.pipeline(self._memory, projector, order)
         self._not_encoded: set[int] = set()
 
-    def save(self, run: Callable[[], torch.Tensor], *, seen: bool, by_layer: bool) -> None:
+    def capture(self, run: Callable[[], torch.Tensor], *, seen: bool, by_layer: bool) -> None:
         """Have ``run`` run the model, with capture, on :attr:`tokens` tokens, whose slots it
         returns, and back up the rows. Raises Refused for lost or wrong ones. ``seen``: Python sees
         the inputs of projections, which rows are compared with. It does not in recorded prefill
@@ -185,7 +188,7 @@ class CaptureCheck:
             self._capture.ledger.settle()
             problem = self._back_up(self._slots.cpu().numpy()) or self._difference(received)
         except Exception as error:
-            problem = _told(error)
+            problem = _described(error)
             with suppress(StreamFailed):  # staging may be given back
                 self._capture.transfers().synchronize()
         finally:
@@ -208,7 +211,7 @@ class CaptureCheck:
             for event in restore.layers[first:]:
                 event.synchronize()
         except Exception as error:
-            problem: str | None = _told(error)
+            problem: str | None = _described(error)
         else:
             problem = self._changed(first, there, projector)
         if problem is not None:
@@ -233,7 +236,7 @@ class CaptureCheck:
 
     def _difference(self, received: dict[int, torch.Tensor]) -> str | None:
         """The layer whose rows in host memory differ from its projection's input."""
-        layout, codec = self._plan.layout, self._plan.codec
+        layout, codec = self._plan.layout, self._codec
         for layer in self._plan.hidden_layers if received else ():
             rows = codec.encode(received[layer.index][: self.tokens - 1])[0].cpu()
             for number, page in enumerate(self._arena.pages(self._pages)):
@@ -253,11 +256,11 @@ class CaptureCheck:
                 continue
             read = partial(pool.fetch, layer.kernel, dtype=plan.runner.dtype)
             found = of_kv(read(there[fits]), read(self._slots[fits])).tolist()
-            problem = projected_difference(layer, found, pool.dtype, plan.codec.name)
+            problem = projected_difference(layer, found, pool.dtype, self._codec.name)
             if problem is not None:
                 return problem
         return None
 
 
-def _told(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return str(error) if isinstance(error, StreamFailed) else f"{type(error).__name__}: {error}"

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -28,10 +28,11 @@ from hcache_backend import metrics, streams
 from hcache_backend.arena import NOT_SETTLED, Ids
 from hcache_backend.checks.comparison import first_problem, projected, projected_difference
 from hcache_backend.format.page import PageLayout
+from hcache_backend.host.ports import HostPool, Server
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.projector import Projector
-from hcache_backend.ranks import Said, Turn
+from hcache_backend.ranks import Proposal, Turn
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
 from hcache_backend.streams import Event, HostBuffer, HostBuffers, StreamFailed, current_stream
 from hcache_kernels.codecs import Codec
@@ -42,9 +43,10 @@ _AT_ONCE = 4  # projections whose results are handled in one turn
 _SHARE = 1 / 10  # most of the scheduler thread's time that checks of one kind take...
 _BURST_SECONDS = 0.1  # ...except in bursts of this length
 
-_harmless = partial(metrics.harmless, "page_not_checked", "a page was not checked")
+_catching = partial(metrics.catching, "page_not_checked", "a page was not checked")
 
 _Layer = TypeVar("_Layer")
+_Left = TypeVar("_Left")
 
 
 class _Pace:
@@ -71,31 +73,32 @@ class _Pace:
 
 
 @dataclass
-class _Check:
+class _Check(Generic[_Left]):
     """A host page to compare. ``left``: the layers, or parts of them, to compare. ``buffer``: what
     they are compared by, on the CPU once ``event`` has passed; None: this rank abstains."""
 
     host_page: int
-    left: deque[Any]
+    left: deque[_Left]
     buffer: HostBuffer | None = None
     problem: str | None = None  # found before the results arrived
     event: Event = field(init=False)
 
 
-class _Checks(ABC, Generic[_Layer]):
+class _Checks(ABC, Generic[_Layer, _Left]):
     """Chooses one of ``check_every_pages`` pages of all transfers, and a few of ``layers`` of it,
     the same on every rank, and keeps the checks that wait. ``failed``: a page was wrong."""
 
-    def __init__(self, runtime: Any, pool: Any, layers: Sequence[_Layer]) -> None:
+    def __init__(self, server: Server, pool: HostPool, layers: Sequence[_Layer]) -> None:
+        assert server.config is not None
         self.failed = False
-        self._runtime, self._pool, self._layers = runtime, pool, deque(layers)
-        self._every: int = runtime.config.check_every_pages
+        self._server, self._pool, self._layers = server, pool, deque(layers)
+        self._every = server.config.check_every_pages
         self._pages_before = 0  # pages until the next one that is chosen
-        self._waiting: deque[_Check] = deque()
+        self._waiting: deque[_Check[_Left]] = deque()
         self._buffers = HostBuffers(pool.device_pool.device)
         self._pace = _Pace()
         self._tired = False  # on all ranks, or on none
-        self._said: Said | None = None
+        self._proposal: Proposal | None = None
 
     def transferred(self, host_pages: Ids, slots: torch.Tensor) -> None:
         """Pages (int64 ``[n]``) are copied to or from ``slots`` (int64 ``[n * page_size]``, on the
@@ -106,7 +109,7 @@ class _Checks(ABC, Generic[_Layer]):
         layers = list(self._layers)[:_LAYERS]
         self._layers.rotate(-_LAYERS)
         check = _Check(int(host_pages[i]), self._parts(int(host_pages[i]), layers))
-        with self._pace.work(), _harmless():
+        with self._pace.work(), _catching():
             self._launch(check, layers, slots[i * size : (i + 1) * size])
         check.event = current_stream(slots.device).record()
         self._waiting.append(check)
@@ -116,15 +119,15 @@ class _Checks(ABC, Generic[_Layer]):
         gone = set(host_pages.tolist())
         self._waiting = deque(check for check in self._waiting if check.host_page not in gone)
 
-    def forget(self) -> None:
+    def drop_waiting(self) -> None:
         self._waiting.clear()
 
     @abstractmethod
-    def _parts(self, host_page: int, layers: Sequence[_Layer]) -> deque[Any]:
+    def _parts(self, host_page: int, layers: Sequence[_Layer]) -> deque[_Left]:
         """:attr:`_Check.left` of a page."""
 
     @abstractmethod
-    def _launch(self, check: _Check, layers: Sequence[_Layer], slots: torch.Tensor) -> None:
+    def _launch(self, check: _Check[_Left], layers: Sequence[_Layer], slots: torch.Tensor) -> None:
         """Begin to bring the buffer of ``check``; may raise. ``slots``: of the page's tokens."""
 
     def _choose(self, pages: int) -> int | None:
@@ -144,56 +147,59 @@ class _Checks(ABC, Generic[_Layer]):
         buffer.values.copy_(values.view(-1), non_blocking=True)
         return buffer
 
-    def _compared(self, check: _Check) -> None:
+    def _compared(self, check: _Check[_Left]) -> None:
         metrics.TOKENS.count("checked", self._pool.page_size)
         if check.buffer is not None:
             self._buffers.give_back(check.buffer)
 
     def _fail(self, problem: str) -> None:
-        """A page is wrong: the runtime loses its trust."""
+        """A page is wrong: the server loses its trust."""
         self.failed = True
-        if self._runtime.quarantine is None:
+        if self._server.quarantine is None:
             metrics.PROBLEMS.count("self_check")
-            self._runtime.begin_quarantine(f"the self-check in service failed: {problem}")
+            self._server.begin_quarantine(f"the self-check in service failed: {problem}")
 
 
-class KVChecks(_Checks[int]):
+_Part = tuple[tuple[int, ...], slice, int]  # layers of a slot, their place in the buffer, part
+
+
+class KVChecks(_Checks[int, _Part]):
     """Compares K and V of a sample of transfers with the pool. Values of the pool are copied once
     more, and encoded pages decoded, in another way. A page of a lossy codec may also be the code of
     the pool's values. ``failed`` is the same on every rank."""
 
-    def __init__(self, runtime: Any, pool: Any, kv: KVSegments) -> None:
-        super().__init__(runtime, pool, kv.layers)
+    def __init__(self, server: Server, pool: HostPool, kv: KVSegments) -> None:
+        super().__init__(server, pool, kv.layers)
         self._kv = kv
         self._compares = False  # in the last turn; the same on every rank
         self._wrong: str | None = None  # on this rank
 
-    def _parts(self, host_page: int, layers: Sequence[int]) -> deque[Any]:
+    def _parts(self, host_page: int, layers: Sequence[int]) -> deque[_Part]:
         """Layers that share a slot, the place of their K and V in the buffer, and the part of the
         slot (:attr:`KVSegments.parts`)."""
-        parts, at = deque[Any](), 0
+        parts, at = deque[_Part](), 0
         for slot in dict.fromkeys(map(self._layout_of(host_page).sharing, layers)):
             end = at + sum(map(self._kv.bytes_of, slot))
             parts.extend((slot, slice(at, end), part) for part in range(self._kv.parts))
             at = end
         return parts
 
-    def _launch(self, check: _Check, layers: Sequence[int], slots: torch.Tensor) -> None:
+    def _launch(self, check: _Check[_Part], layers: Sequence[int], slots: torch.Tensor) -> None:
         every = [layer for slot, _, part in check.left if part == 0 for layer in slot]
         check.buffer = self._to_host(self._kv.held(every, slots))
 
-    def ask(self, turn: Turn) -> None:
-        """Say if the first page can be compared, and the result of the last comparison."""
-        self._said = None
+    def propose_checks(self, turn: Turn) -> None:
+        """Propose to compare the first page, if it is there; add the last comparison's result."""
+        self._proposal = None
         if not self.failed and (self._waiting or self._tired or self._compares):
             there = bool(self._waiting) and self._arrived(self._waiting[0])
-            self._said = turn.say(there, self._pace.rested, self._wrong is None)
+            self._proposal = turn.propose(there, self._pace.rested, self._wrong is None)
 
-    def hear(self) -> None:
+    def apply_checks(self) -> None:
         """The ranks have agreed: compare a part of a layer of the first page, if all can."""
-        if self._said is None:
+        if self._proposal is None:
             return
-        arrived, rested, right = self._said.least
+        arrived, rested, right = self._proposal.least
         self._tired, self._compares = not rested, bool(arrived and rested and right)
         if not right:
             self._fail(self._wrong or "a page of another rank differs")
@@ -205,11 +211,11 @@ class KVChecks(_Checks[int]):
         if self._wrong is not None or not check.left:
             self._compared(self._waiting.popleft())
 
-    def _arrived(self, check: _Check) -> bool:
+    def _arrived(self, check: _Check[_Part]) -> bool:
         depth = self._pool.depth(np.array([check.host_page]))
         return check.event.query() and bool(depth[0] != NOT_SETTLED)
 
-    def _problem(self, check: _Check) -> str | None:
+    def _problem(self, check: _Check[_Part]) -> str | None:
         try:
             check.event.synchronize()
         except StreamFailed as failed:
@@ -226,12 +232,12 @@ class KVChecks(_Checks[int]):
 
     def _layout_of(self, host_page: int) -> PageLayout:
         [page] = self._pool.arena.pages(np.array([host_page]), header=True)
-        layout = self._pool.page_layout.of(page)
+        layout = self._pool.page_layout.of_page(page)
         assert layout is not None
         return layout
 
 
-class ServiceChecks(_Checks[AttentionLayer]):
+class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
     """Projects a sample of backups with hidden states and compares them with the pool. With a spec
     each rank projects its own shard of a page's tokens, with its own heads. An attention module may
     exchange every token with other ranks, so all ranks get the whole page. ``exchange``: between
@@ -240,15 +246,15 @@ class ServiceChecks(_Checks[AttentionLayer]):
 
     def __init__(
         self,
-        runtime: Any,
-        pool: Any,
+        server: Server,
+        pool: HostPool,
         hidden_layers: Sequence[AttentionLayer],
         codec: Codec,
         projector: Projector,
         exchange: Exchange | None,
         order: CollectiveOrder | None,
     ) -> None:
-        super().__init__(runtime, pool, hidden_layers)
+        super().__init__(server, pool, hidden_layers)
         self._codec, self._projector = codec, projector
         self._exchange, self._order = exchange, order
         self._shards: torch.Tensor | None = None
@@ -258,11 +264,11 @@ class ServiceChecks(_Checks[AttentionLayer]):
             shape = (exchange.shards, shard.stop - shard.start)
             self._shards = torch.empty(shape, dtype=torch.uint8, device=pool.device_pool.device)
         # A running check may project rows of the old weights with the new ones.
-        runtime.on_weights_changed.append(self.forget)
+        server.on_weights_changed.append(self.drop_waiting)
 
-    def ask(self, turn: Turn) -> None:
-        """Say which results have arrived."""
-        self._said = None
+    def propose_checks(self, turn: Turn) -> None:
+        """Propose the results that have arrived."""
+        self._proposal = None
         if self._waiting or self._tired:
             flags = []
             for check in islice(self._waiting, _AT_ONCE):
@@ -270,13 +276,13 @@ class ServiceChecks(_Checks[AttentionLayer]):
                 page = np.array([check.host_page])
                 whole = self._pool.arena.whole(page) if check.event.query() else None
                 flags += [whole is not None, whole is not False]
-            self._said = turn.say(self._pace.rested, *flags)
+            self._proposal = turn.propose(self._pace.rested, *flags)
 
-    def hear(self) -> None:
+    def apply_checks(self) -> None:
         """The ranks have agreed: handle the checks whose results have arrived on all."""
-        if self._said is None:
+        if self._proposal is None:
             return
-        rested, *flags = self._said.least
+        rested, *flags = self._proposal.least
         self._tired = not rested
         for known, right in zip(flags[::2], flags[1::2], strict=True):
             if not known:
@@ -286,10 +292,15 @@ class ServiceChecks(_Checks[AttentionLayer]):
             if problem is not None:
                 self._fail(problem)
 
-    def _parts(self, host_page: int, layers: Sequence[AttentionLayer]) -> deque[Any]:
+    def _parts(self, host_page: int, layers: Sequence[AttentionLayer]) -> deque[AttentionLayer]:
         return deque(layers)
 
-    def _launch(self, check: _Check, layers: Sequence[AttentionLayer], slots: torch.Tensor) -> None:
+    def _launch(
+        self,
+        check: _Check[AttentionLayer],
+        layers: Sequence[AttentionLayer],
+        slots: torch.Tensor,
+    ) -> None:
         """Differences of ``layers`` from the pool, float64 ``[layers * 2]``, go to the buffer, if
         all can be computed. All ranks get to the exchange of each layer, even if one raises; the
         collectives of an attention module are not covered. Raises ExchangeFailed on all ranks."""
@@ -309,7 +320,7 @@ class ServiceChecks(_Checks[AttentionLayer]):
                 rows, tokens = page[layout.segment(layer.index)], kept
                 if layer in by_module and self._exchange is not None:
                     rows, tokens = self._all_shares(self._exchange, rows), every
-                with _harmless():
+                with _catching():
                     if positions is None:
                         positions = streams.to_device(self._positions(host_page), device)
                     rows = rows.to(device, non_blocking=True).view(-1, self._codec.row_bytes)
@@ -343,7 +354,7 @@ class ServiceChecks(_Checks[AttentionLayer]):
         gather(self._shards, lambda there: there.copy_(own, non_blocking=True))
         return self._shards
 
-    def _problem(self, check: _Check) -> str | None:
+    def _problem(self, check: _Check[AttentionLayer]) -> str | None:
         try:
             check.event.synchronize()
         except StreamFailed:  # capture broke, and nothing is backed up any more

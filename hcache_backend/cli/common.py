@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import ByteSize
 from rich.console import Console
@@ -20,6 +20,8 @@ from hcache_backend.plan import model_config
 from hcache_backend.plan.model_shape import PlannedCodec
 from hcache_backend.server_report import ServerReport
 from hcache_backend.store import is_store_folder
+
+_Found = TypeVar("_Found")
 
 SERVER = "http://127.0.0.1:30000"
 FOLDERS_HELP = "Folders of the store. Default: `dirs` of HCACHE_CONFIG, otherwise a server's."
@@ -91,7 +93,9 @@ def served_model(path: Path, tp: int = 1) -> model_config.Model:
     return model
 
 
-def output(found: Any, as_json: bool, show: Callable[[Any], object], failed: bool = False) -> None:
+def output(
+    found: _Found, as_json: bool, show: Callable[[_Found], object], failed: bool = False
+) -> None:
     """Print a command's result as JSON, or let ``show`` print it; status 1 if it ``failed``."""
     if as_json:
         echo(json.dumps(found, indent=2))

@@ -205,7 +205,7 @@ class PageLayout:
         """Layouts that differ in every code that a page may have: each is tried at the start."""
         return [self]
 
-    def of(self, page: Bytes) -> "PageLayout | None":
+    def of_page(self, page: Bytes) -> "PageLayout | None":
         """The layout of ``page`` (uint8 ``[page_bytes]``), whose header may let layers share slots.
         None: it is of another form."""
         return self
@@ -218,7 +218,7 @@ class PageLayout:
         """Write the slots of layers to the headers of ``pages`` (``[..., page_bytes]``)."""
         pages[..., self.tables_at] = np.frombuffer(self._tables, np.uint8)
 
-    def begin(self, page: Bytes, namespace: bytes, writer: bytes) -> None:
+    def begin_header(self, page: Bytes, namespace: bytes, writer: bytes) -> None:
         """Write the header of a fresh page; positions, ids and segments are the caller's. The page
         is not valid until :meth:`seal`."""
         # If the page is divided already, others may read how: that never changes.
@@ -230,7 +230,7 @@ class PageLayout:
         self.stamp(page, namespace, writer)
 
     def stamp(self, page: Bytes, namespace: bytes, writer: bytes) -> None:
-        """Write the namespace and the writer, if :meth:`begin` left them open."""
+        """Write the namespace and the writer, if :meth:`begin_header` left them open."""
         page[NAMESPACE] = np.frombuffer(namespace, np.uint8)
         page[WRITER] = np.frombuffer(writer, np.uint8)
 
@@ -264,7 +264,7 @@ class PageLayout:
             segments: Look at shard and units too; not if the storage verified them.
         """
         known = page[: PREFIX.size].tobytes() == self._prefix
-        layout = self.of(page) if known else None
+        layout = self.of_page(page) if known else None
         if layout is None or page[self.tables_at].tobytes() != layout._tables:
             return "format"
         if page[NAMESPACE].tobytes() != namespace:

@@ -32,7 +32,7 @@ TokenIds = Callable[[], Sequence[int] | None]
 UNKNOWN: tuple[Prefix, TokenIds] = (lambda: None, lambda: None)
 
 
-class Adopted(NamedTuple):
+class Prepared(NamedTuple):
     """Device pages for a load."""
 
     slots: torch.Tensor  # of all pages of the load, int64 [pages * page_size]
@@ -49,15 +49,15 @@ class QueuedLoad:
     spans: Sequence[TokenSpan | None] = ()  # of layers not launched; None: not recomputable
     lost: npt.NDArray[np.bool_] | None = None  # pages that lack all layers, bool [pages]
     lost_spans: Sequence[TokenSpan] = ()  # their tokens
-    adopted: Adopted | None = None  # prepared by eager restores; None without these
+    prepared: Prepared | None = None  # prepared by eager restores; None without these
 
     @property
     def ready(self) -> npt.NDArray[np.bool_]:
-        return self.adopted.ready if self.adopted else np.zeros(len(self.host_pages), np.bool_)
+        return self.prepared.ready if self.prepared else np.zeros(len(self.host_pages), np.bool_)
 
     @property
     def whole(self) -> npt.NDArray[np.bool_]:
-        return self.adopted.whole if self.adopted else np.zeros(len(self.host_pages), np.bool_)
+        return self.prepared.whole if self.prepared else np.zeros(len(self.host_pages), np.bool_)
 
     @property
     def nowhere(self) -> npt.NDArray[np.bool_]:
@@ -94,7 +94,7 @@ class LoadQueue:
             return None
         load = QueuedLoad(host_pages, [self._span(host_pages, prefix)])
         if lost.any():
-            span = load.spans[0] or self._told(len(host_pages), prefix, token_ids)
+            span = load.spans[0] or self._asked_span(len(host_pages), prefix, token_ids)
             if span is None:
                 return None
             load.lost, load.lost_spans = lost, [span]
@@ -103,11 +103,11 @@ class LoadQueue:
             self._forwards = self._recomputer.stream()
         return None if self.stored_from and None in load.spans else load
 
-    def add(self, load: QueuedLoad, slots: torch.Tensor) -> None:
+    def add_load(self, load: QueuedLoad, slots: torch.Tensor) -> None:
         """SGLang queued ``load``, to ``slots`` (int64 ``[pages * page_size]``, on the device)."""
-        if load.adopted is not None and load.adopted.restores:
-            self._pipeline.adopted()
-        if load.adopted is not None and load.spans:
+        if load.prepared is not None and load.prepared.restores:
+            self._pipeline.handed_out()
+        if load.prepared is not None and load.spans:
             [span] = load.spans
             lacking = runs(np.flatnonzero(~load.whole).tolist())
             load.spans = [span and self._part(span, slots, pages) for pages in lacking]
@@ -117,7 +117,7 @@ class LoadQueue:
             load.lost_spans = [self._part(whole, slots, some) for some in pages]
         self._queued.append(load)
 
-    def forget(self) -> None:
+    def drop_queued(self) -> None:
         self._queued.clear()
 
     @metrics.timed("host_load")
@@ -132,8 +132,8 @@ class LoadQueue:
         missing = ~ready & ~lost
         all_missing = bool(missing.all())
         recompute = self._recompute_queued(loads, only_missing=not all_missing)
-        adopted = [load.adopted for load in loads if load.adopted is not None]
-        restores = tuple({id(one): one for each in adopted for one in each.restores}.values())
+        prepared = [load.prepared for load in loads if load.prepared is not None]
+        restores = tuple({id(one): one for each in prepared for one in each.restores}.values())
         if recompute is not None and not all_missing:
             lack = ~np.concatenate([load.whole for load in loads])
             recompute = self._only_for(recompute, pages[lack], self._slots(slots, lack))
@@ -242,7 +242,7 @@ class LoadQueue:
             now = current_stream(self._device)
             for span in spans:
                 now.keep(span.prefix)
-            recomputer.run(layers, to_device(positions, slots.device), slots, spans)
+            recomputer.recompute(layers, to_device(positions, slots.device), slots, spans)
 
         return Recompute(layers, fill, forwards)
 
@@ -270,7 +270,9 @@ class LoadQueue:
         known = slots is not None and len(slots) == first
         return TokenSpan(token_ids.astype(np.int64), slots) if known else None
 
-    def _told(self, pages: int, prefix: Prefix, token_ids: TokenIds | None) -> TokenSpan | None:
+    def _asked_span(
+        self, pages: int, prefix: Prefix, token_ids: TokenIds | None
+    ) -> TokenSpan | None:
         """The tokens of ``pages`` pages without headers; None if unknown."""
         slots, ids = prefix(), token_ids() if token_ids is not None else None
         if self._recomputer is None or slots is None or ids is None:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from hcache_backend.arena import Ids
 from hcache_backend.capture.ledger import Read
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.format.page import PageLayout
+from hcache_backend.host.ports import Controller, HostPool
 from hcache_backend.metrics import logger
 from hcache_backend.ranks import Turn
 
@@ -35,22 +36,22 @@ class NodeLayouts(Protocol):
     only."""
 
     @property
-    def asked(self) -> int:
+    def nodes(self) -> int:
         """Number of nodes that wait."""
 
-    def ask(self, tree: Any, node_ids: Sequence[int]) -> None:
+    def add_node(self, tree: Any, node_ids: Sequence[int]) -> None:
         """Append the node of SGLang's ``tree`` with these ids; without a tree it need not wait."""
 
-    def next(self) -> PageLayout | None:
+    def next_layout(self) -> PageLayout | None:
         """Remove the first node and return its layout; None if there is none, or it has to wait."""
 
-    def look(self, turn: Turn) -> None:
+    def propose_answer(self, turn: Turn) -> None:
         """Add what this rank knows."""
 
-    def answered(self) -> bool:
+    def apply_answer(self) -> bool:
         """The ranks have agreed. True if the first node need not wait since now."""
 
-    def forget(self) -> None:
+    def drop_nodes(self) -> None:
         """Backups that wait were dropped, and the tree is empty."""
 
 
@@ -66,10 +67,11 @@ class Backup:
 class NodeBackups:
     """Scheduler thread only."""
 
-    _pool: Any  # an OwnPagesPool
+    _pool: HostPool
     _capture: StagedCapture | None  # None: pages hold K and V only
     _layouts: NodeLayouts | None  # chooses those of nodes; None: all have the pool's
-    _controller: Any  # an OwnPagesController
+    _controller: Controller
+    _start: Callable[[], None]  # has HiCache launch the backups that are ready
     _alone: bool  # there are no pipeline stages, which cannot agree
 
     def __post_init__(self) -> None:
@@ -77,24 +79,24 @@ class NodeBackups:
         self._passes = 0  # of the last turn
         self._tree: Any = None  # SGLang's, with the nodes whose layouts are chosen
 
-    def ask(self, turn: Turn) -> None:
-        """Say which layouts are chosen."""
+    def propose_layouts(self, turn: Turn) -> None:
+        """Propose the layouts that are chosen."""
         if self._layouts is not None:
             self._tree = turn.cache.tree_core
-            self._layouts.look(turn)
+            self._layouts.propose_answer(turn)
 
-    def hear(self) -> None:
+    def apply_layouts(self) -> None:
         """Launch backups that need not wait any more."""
-        chosen = self._layouts is not None and self._layouts.answered()
+        chosen = self._layouts is not None and self._layouts.apply_answer()
         if self.settle_when_idle() or chosen:
-            self._controller.start_writing()
+            self._start()
 
-    def forget(self) -> None:
+    def drop_waiting(self) -> None:
         self._waiting.clear()
         if self._layouts is not None:
-            self._layouts.forget()
+            self._layouts.drop_nodes()
 
-    def begin(self, slots: torch.Tensor, *, may_wait: bool) -> Backup | None:
+    def begin_backup(self, slots: torch.Tensor, *, may_wait: bool) -> Backup | None:
         """A backup of tokens in ``slots`` (int64 ``[n]``, on the device); None, on every rank, if
         a row is not valid. Pipeline stages back a node up in any case. False ``may_wait``: HiCache
         needs the backup at once, or tokens of other weights, whose rows are void, may be cached."""
@@ -122,7 +124,7 @@ class NodeBackups:
             backup.due = 0  # nothing is waited for: another stage may have launched its own
         return backup
 
-    def add(self, backup: Backup, host_pages: Ids) -> None:
+    def add_backup(self, backup: Backup, host_pages: Ids) -> None:
         """HiCache queued ``backup``, to ``host_pages``."""
         backup.host_pages = host_pages
         self._pool.arena.wait_for(host_pages)
@@ -134,8 +136,8 @@ class NodeBackups:
         if self._capture is not None:
             self._capture.ledger.settle(wait=False)
         if self._layouts is not None:
-            for operation in queue[self._layouts.asked :]:
-                self._layouts.ask(self._tree if may_wait else None, operation.node_ids)
+            for operation in queue[self._layouts.nodes :]:
+                self._layouts.add_node(self._tree if may_wait else None, operation.node_ids)
         launched = []
         while self._waiting and (layout := self._ready(self._waiting[0])) is not None:
             backup = self._waiting.popleft()
@@ -158,7 +160,7 @@ class NodeBackups:
 
     def _ready(self, backup: Backup) -> PageLayout | None:
         if self._layouts is not None:
-            return self._layouts.next()
+            return self._layouts.next_layout()
         passes = 0 if self._capture is None else self._capture.ledger.passes
         return self._pool.page_layout if backup.due <= passes else None
 
@@ -175,7 +177,7 @@ class NodeBackups:
         if backup.valid and problem is not None:
             _not_backed_up(problem, tokens)
         if not backup.valid or problem is not None or slots.values is None:
-            self._pool.arena.spoil(backup.host_pages)
+            self._pool.arena.mark_rows_missing(backup.host_pages)
             return
         metrics.TOKENS.count("backed_up", tokens)
         self._capture.back_up(slots.values, backup.host_pages)

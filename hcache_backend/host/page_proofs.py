@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from hcache_backend import metrics
 from hcache_backend.arena import Arena, Ids
 from hcache_backend.format.envelope import key_bytes
 from hcache_backend.format.page import Bytes, Ints, PageLayout
+from hcache_backend.host.ports import Namespaces
 from hcache_backend.metrics import logger
 
 
@@ -20,7 +20,7 @@ from hcache_backend.metrics import logger
 class PageProofs:
     """Pages with hidden states (``_captured``) have their header when their rows are proven."""
 
-    _runtime: Any  # the process's :class:`.Runtime`, with its weights and their namespace
+    _runtime: Namespaces
     _arena: Arena
     _layout: PageLayout
     _captured: bool
@@ -59,14 +59,14 @@ class PageProofs:
                 return "host_page_of_other_namespace"
             same = np.array_equal(self._layout.token_ids(page), token_ids)
             return None if same else "host_page_of_other_tokens"
-        layout, weights = self._layout.of(page), runtime.weights
+        layout, weights = self._layout.of_page(page), runtime.weights
         if layout is None:
             return "page_of_another_form"
         if weights is None or weights.suspended is not None:
             return "page_of_other_weights"
         if position is None:
             return "page_without_position"
-        layout.begin(page, runtime.page_namespace(weights), runtime.writer)
+        layout.begin_header(page, runtime.page_namespace(weights), runtime.writer)
         layout.positions(page)[:] = np.arange(position, position + self._layout.page_size)
         layout.token_ids(page)[:] = token_ids
         return None
@@ -88,8 +88,8 @@ class PageProofs:
                 why = problem.replace(" ", "_")
                 metrics.PROBLEMS.count(f"page_{why}")
                 metrics.L3_TOKENS.count(f"refused_{why}", (len(host_pages) - i) * size)
-                told = "hcache: page %s from L3 is not the requested one (%s): counted as a miss"
-                logger.warning(told, keys[i][:12], problem)
+                text = "hcache: page %s from L3 is not the requested one (%s): counted as a miss"
+                logger.warning(text, keys[i][:12], problem)
                 return i
         return len(host_pages)
 

@@ -82,12 +82,13 @@ class KVSegments:
         planes, encoder = self.planes(layer), self._encoder
         itemsize = planes[0].dtype.itemsize
         if self.latent:
-            form = () if encoder is None else (encoder.code, *encoder.unit_bytes)
-            return latent_layer(self.page_size, planes[0][0].numel(), itemsize, *form)
+            latent = partial(latent_layer, self.page_size, planes[0][0].numel(), itemsize)
+            return latent() if encoder is None else latent(encoder.code, *encoder.unit_bytes)
         k, v = (buffer[0].numel() * self._ranks for buffer in planes)
         if encoder is None:
             return kv_layer(self.page_size, k, v, itemsize, self._whole_groups)
-        form = encoder.code, encoder.unit_bytes
+        k_unit, v_unit = encoder.unit_bytes
+        form = encoder.code, (k_unit, v_unit)
         return kv_layer(self.page_size, k, v, itemsize, self._whole_groups, *form)
 
     def save(

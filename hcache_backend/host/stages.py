@@ -2,7 +2,7 @@
 
 - No stage may wait for a later one on the scheduler thread: that one may wait for the first.
 - So every stage backs up every node, if necessary with pages that are marked as lost, and says
-  later if its rows are whole. The first stage alone decides about loads, by what it has heard.
+  later if its rows are whole. The first stage alone decides about loads, by what it has gathered.
 """
 
 from __future__ import annotations
@@ -12,44 +12,49 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from hcache_backend.arena import Arena, Ids
+from hcache_backend.host.ports import Trust
 from hcache_backend.metrics import logger
+from hcache_backend.ranks import Group
+
+_Value = TypeVar("_Value")
 
 _BROUGHT = 0  # instead of a backup's number: L3 brought the page, to all stages or none
 _LOST = np.iinfo(np.int64).max
 
 
-class PipelineStages:
+class PipelineStages(Generic[_Value]):
     """Gathers values of all pipeline stages. ``group``: of the stages, for this alone; None if
     there is one. A stage passes a request on only after it is done with it, so its scheduler thread
     cannot wait for an answer. Exchanges have their own thread, and end in the order in which they
     began."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
-        self._said: SimpleQueue[tuple[Any, Future[list[Any]]]] = SimpleQueue()
+        self._queued: SimpleQueue[tuple[_Value, Future[list[_Value]]]] = SimpleQueue()
         if group is not None:
             threading.Thread(target=self._exchange, name="hcache-stages", daemon=True).start()
 
-    def say(self, own: Any) -> Future[list[Any]]:
-        """Values of all stages (pickled), in order, once each has said one; every stage must."""
-        future: Future[list[Any]] = Future()
+    def gather(self, own: _Value) -> Future[list[_Value]]:
+        """Values of all stages (pickled), in order, once each has given one; every stage must."""
+        future: Future[list[_Value]] = Future()
         if self._group is None:
             future.set_result([own])
         else:
-            self._said.put((own, future))
+            self._queued.put((own, future))
         return future
 
     def _exchange(self) -> None:
         while True:
-            own, future = self._said.get()
+            own, future = self._queued.get()
             every: list[Any] = [None] * dist.get_world_size(group=self._group)
             try:
                 dist.all_gather_object(every, own, group=self._group)
@@ -59,7 +64,7 @@ class PipelineStages:
                 future.set_result(every)
 
 
-class _Said(NamedTuple):
+class _BackupState(NamedTuple):
     whole: bool
     trusted: bool
 
@@ -68,14 +73,15 @@ class _Said(NamedTuple):
 class StagePages:
     """State of the host pages of all stages. Scheduler thread only, except :meth:`brought`."""
 
-    _runtime: Any  # the process's :class:`.Runtime`
+    _trust: Trust
     _arena: Arena
     _host_pages: int  # number of them, the same on every stage
     # Makes a group of the stages, on all of them; None if there is one.
-    _new_group: Callable[[], Any]
+    _new_group: Callable[[], Group]
 
     def __post_init__(self) -> None:
-        self._group, self._stages = self._new_group(), PipelineStages(self._new_group())
+        self._group = self._new_group()
+        self._stages = PipelineStages[_BackupState](self._new_group())
         self.alone = self._group is None
         self._is_first = self.alone or dist.get_rank(group=self._group) == 0
         self._decided: list[SimpleQueue[bool]] = []  # of each other stage, on the first one
@@ -83,12 +89,12 @@ class StagePages:
             # A thread for each: one stage may be waiting for another that waits for a decision.
             for stage in range(1, dist.get_world_size(group=self._group)):
                 self._decided.append(SimpleQueue())
-                name, told = f"hcache-stage-{stage}", (stage,)
-                threading.Thread(target=self._tell, args=told, name=name, daemon=True).start()
+                name, send = f"hcache-stage-{stage}", partial(self._send_decisions, stage)
+                threading.Thread(target=send, name=name, daemon=True).start()
         self._backups = self._confirmed = 0
         self._backup_of: Ids = np.zeros(self._host_pages, np.int64)
-        self._unsaid: deque[Ids] = deque()
-        self._unheard: deque[tuple[int, Future[list[_Said]]]] = deque()
+        self._unsent: deque[Ids] = deque()
+        self._exchanged: deque[tuple[int, Future[list[_BackupState]]]] = deque()
 
     def backed_up(self, host_pages: Ids) -> None:
         """The next backup went to ``host_pages`` (int64 ``[pages]``), on every stage."""
@@ -96,25 +102,25 @@ class StagePages:
             return
         self._backups += 1
         self._backup_of[host_pages] = self._backups
-        self._unsaid.append(host_pages)
+        self._unsent.append(host_pages)
 
     def brought(self, host_pages: Ids) -> None:
         """L3 is about to fill ``host_pages``. Any thread that owns them."""
         self._backup_of[host_pages] = _BROUGHT
 
-    def talk(self) -> None:
+    def exchange_messages(self) -> None:
         """Send and receive without a wait: what this stage knows, and the others' messages."""
-        while self._unsaid and (whole := self._arena.whole(self._unsaid[0])) is not None:
-            number = self._backups - len(self._unsaid) + 1
-            self._unsaid.popleft()
-            said = _Said(whole, self._runtime.quarantine is None)
-            self._unheard.append((number, self._stages.say(said)))
-        while self._unheard and self._unheard[0][1].done():
-            number, heard = self._unheard.popleft()
-            self._hear(number, heard)
+        while self._unsent and (whole := self._arena.whole(self._unsent[0])) is not None:
+            number = self._backups - len(self._unsent) + 1
+            self._unsent.popleft()
+            state = _BackupState(whole, self._trust.quarantine is None)
+            self._exchanged.append((number, self._stages.gather(state)))
+        while self._exchanged and self._exchanged[0][1].done():
+            number, gathered = self._exchanged.popleft()
+            self._note_states(number, gathered)
 
     def have(self, host_pages: Ids) -> bool:
-        """True if the first stage has heard that all stages have ``host_pages``; True on others."""
+        """True if the first stage knows that all stages have ``host_pages``; True on others."""
         if self.alone or not self._is_first:
             return True
         return bool((self._backup_of[host_pages] <= self._confirmed).all())
@@ -130,19 +136,19 @@ class StagePages:
             decided.put(verdict)
         return verdict
 
-    def _tell(self, stage: int) -> None:
+    def _send_decisions(self, stage: int) -> None:
         while True:
             message = torch.tensor(self._decided[stage - 1].get(), dtype=torch.int32)
             dist.send(message, group_dst=stage, group=self._group)
 
-    def _hear(self, number: int, heard: Future[list[_Said]]) -> None:
+    def _note_states(self, number: int, gathered: Future[list[_BackupState]]) -> None:
         try:
-            stages = heard.result()
+            stages = gathered.result()
         except Exception as error:
             logger.error("hcache: pipeline stages cannot exchange messages: %s", error)
-            stages = [_Said(whole=False, trusted=True)]
-        if not all(said.whole for said in stages):
+            stages = [_BackupState(whole=False, trusted=True)]
+        if not all(state.whole for state in stages):
             self._backup_of[self._backup_of == number] = _LOST
         self._confirmed = number
-        if not all(said.trusted for said in stages):
-            self._runtime.begin_quarantine("another pipeline stage failed its self-check")
+        if not all(state.trusted for state in stages):
+            self._trust.begin_quarantine("another pipeline stage failed its self-check")

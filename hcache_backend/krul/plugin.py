@@ -17,11 +17,13 @@ import torch
 
 from hcache_backend import metrics
 from hcache_backend.config import KrulOption
+from hcache_backend.format.page import PageLayout
+from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul import pairs as layer_pairs
 from hcache_backend.krul.pairs import PROBE_TOKENS, CodedPair, PairChoice, PairSums
-from hcache_backend.krul.segments import PairedLayout, PairedSegments
+from hcache_backend.krul.segments import PairedLayout, PairedSegments, paired
 from hcache_backend.metrics import logger
-from hcache_backend.ranks import Refused, Said, Turn, smallest, sum_of_all_ranks
+from hcache_backend.ranks import Group, Proposal, Refused, Turn, smallest, sum_of_all_ranks
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor
 
@@ -52,14 +54,14 @@ class NodePairs:
     _recomputer: Recomputer | None  # None after a failure to observe attention, _problem
     _choice: PairChoice
     _layout: PairedLayout  # of pages whose pairs no attention has chosen
-    _group: Any  # the tensor-parallel ranks
+    _group: Group  # the tensor-parallel ranks
     _ranks: int
     _problem: Exception | None = None
-    _said: Said | None = None
+    _proposal: Proposal | None = None
     _nodes: deque[_Node] = field(default_factory=deque)
     _sums: OrderedDict[str, torch.Tensor] = field(default_factory=OrderedDict)
 
-    def ask(self, tree: Any, node_ids: Sequence[int]) -> None:
+    def add_node(self, tree: Any, node_ids: Sequence[int]) -> None:
         """Append the node of SGLang's ``tree`` with these ids; without a tree its pairs are those
         of the start. Raises the exception of the model if there are other ranks: they may wait for
         this one in the model's own collectives, so the server cannot go on."""
@@ -67,7 +69,7 @@ class NodePairs:
         self._nodes.append(node)
         if self._recomputer is None or tree is None:
             return
-        with metrics.harmless("probe", "pairs of layers are chosen without the attention"):
+        with metrics.catching("probe", "pairs of layers are chosen without the attention"):
             tokens = _tokens(tree, node_ids[0])
         [known] = smallest(self._group, tokens is not None)
         if known:
@@ -75,10 +77,10 @@ class NodePairs:
             self._ask_next()
 
     @property
-    def asked(self) -> int:
+    def nodes(self) -> int:
         return len(self._nodes)
 
-    def next(self) -> PairedLayout | None:
+    def next_layout(self) -> PairedLayout | None:
         """Remove the first node and return the layout of its pages; None if it has to wait."""
         pairs = self._nodes[0].pairs if self._nodes else None
         if pairs is None:
@@ -88,17 +90,17 @@ class NodePairs:
             metrics.PAIRS.count(code)
         return self._layout.with_pairs(pairs)
 
-    def look(self, turn: Turn) -> None:
-        """Say whether an answer has arrived."""
-        self._said = None
+    def propose_answer(self, turn: Turn) -> None:
+        """Propose the answer of the first node, if it has arrived."""
+        self._proposal = None
         if (node := self._undecided) is not None:
-            self._said = turn.say(node.event is None or node.event.query())
+            self._proposal = turn.propose(node.event is None or node.event.query())
 
-    def answered(self) -> bool:
+    def apply_answer(self) -> bool:
         """Choose by an answer that has arrived on all ranks, and ask the next node. True if the
-        first node has its pairs since now. Raises as :meth:`ask`."""
+        first node has its pairs since now. Raises as :meth:`add_node`."""
         node = self._undecided
-        if node is None or self._said is None or not self._said.least[0]:
+        if node is None or self._proposal is None or not self._proposal.least[0]:
             return False
         node.pairs = self._chosen(node)
         if self._recomputer is None:
@@ -107,7 +109,7 @@ class NodePairs:
         self._ask_next()
         return node is self._nodes[0]
 
-    def forget(self) -> None:
+    def drop_nodes(self) -> None:
         """Backups that wait were dropped, and the tree is empty."""
         self._nodes.clear()
         self._sums.clear()
@@ -216,10 +218,14 @@ class Krul:
         pairs = max(1, int(self._option.ratio * kvcache.layer_num / 2))
         return PairedSegments(kvcache, layers, page_size, groups, pairs)
 
-    def settle(self, kv: Any, layout: Any, slots: torch.Tensor, group: Any) -> PairedLayout:
+    def choose_pairs(
+        self, kv: KVSegments, layout: PageLayout, slots: torch.Tensor, group: Group
+    ) -> PairedLayout:
         """The layout with default pairs, after a look for pairs that all ranks may merge; all ranks
         of ``group`` call it. K and V of the model are in ``slots``, int64 ``[p * page_size]``."""
-        option, layers, number = self._option, len(layout.layers), len(layout.pairs)
+        layout, option = paired(layout), self._option
+        layers, number = len(layout.layers), len(layout.pairs)
+        assert isinstance(kv, PairedSegments)
         every, wanted = [*combinations(range(layers), 2)], option.pairs or ()
         try:  # alike on all ranks
             layer_pairs.check_pairs(layers, wanted)
@@ -241,10 +247,10 @@ class Krul:
             raise Refused(problem)
         mergeable = frozenset(pair for pair, fits in zip(every, agreed, strict=True) if fits)
         self.choice = PairChoice(layers, number, mergeable, option.ratio, option.gamma)
-        settled: PairedLayout = layout.with_pairs(self.choice.coded(wanted))
+        settled = layout.with_pairs(self.choice.coded(wanted))
         named = ", ".join(f"{first} and {second} {code}" for first, second, code in settled.pairs)
-        said = "hcache: %d of %d pairs of layers may be merged; until others are chosen: %s"
-        logger.debug(said, len(mergeable), len(every), named)
+        text = "hcache: %d of %d pairs of layers may be merged; until others are chosen: %s"
+        logger.debug(text, len(mergeable), len(every), named)
         return settled
 
     def try_model(
@@ -271,5 +277,7 @@ class Krul:
         if problems:
             raise Refused(f"{type(problems[0]).__name__}: {problems[0]}")
 
-    def backups(self, recomputer: Recomputer, layout: Any, group: Any, ranks: int) -> NodePairs:
-        return NodePairs(recomputer, self.choice, layout, group, ranks)
+    def backups(
+        self, recomputer: Recomputer, layout: PageLayout, group: Group, ranks: int
+    ) -> NodePairs:
+        return NodePairs(recomputer, self.choice, paired(layout), group, ranks)

@@ -70,7 +70,7 @@ class PairedLayout(PageLayout):
         codes = " ".join((*self.codes, *(layer.codec for layer in self.layers)))
         return xxhash.xxh3_64_hexdigest(self._prefix + self._packed + codes.encode())
 
-    def of(self, page: Bytes) -> PairedLayout | None:
+    def of_page(self, page: Bytes) -> PairedLayout | None:
         return self._of_entries(page[self._entries_at].tobytes())
 
     def sharing(self, layer: int) -> tuple[int, ...]:
@@ -266,10 +266,10 @@ class PairedSegments(KVSegments):
         return zip(*(some.split(at_once) for some in ids), strict=True)
 
     def holds(
-        self, segments: torch.Tensor, held: torch.Tensor, part: int, layout: Any, layer: int
+        self, segments: torch.Tensor, held: torch.Tensor, part: int, layout: PageLayout, layer: int
     ) -> bool:
         """Of a pair all of it is compared with the first part."""
-        slot = layout.slots[layer]
+        slot = paired(layout).slots[layer]
         if len(slot.layers) == 1:
             return super().holds(segments, held, part, layout, layer)
         if part:
@@ -285,16 +285,16 @@ class PairedSegments(KVSegments):
         units = [self._units.read_units(planes, pages) for planes in held]
         return changes_of_merges(self._merged, units)
 
-    def code_of(self, layout: Any, layer: int) -> str:
-        slot = layout.slots[layer]
-        return str(slot.code) if len(slot.layers) > 1 else "none"
+    def code_of(self, layout: PageLayout, layer: int) -> str:
+        slot = paired(layout).slots[layer]
+        return slot.code if len(slot.layers) > 1 else "none"
 
     def through_codec(
-        self, layout: Any, planes: Sequence[Sequence[torch.Tensor]]
+        self, layout: PageLayout, planes: Sequence[Sequence[torch.Tensor]]
     ) -> tuple[list[Sequence[torch.Tensor]], torch.Tensor]:
         back, fits = super().through_codec(layout, planes)
         pages = torch.arange(fits.shape[1])
-        for first, second, code in layout.pairs:
+        for first, second, code in paired(layout).pairs:
             pair = [plane.cpu() for layer in (first, second) for plane in planes[layer]]
             rows, fits[first] = self._slot.encode(code, self._units.read_units(pair, pages))
             fits[second] = fits[first]
@@ -302,3 +302,9 @@ class PairedSegments(KVSegments):
             self._units.write_units(self._slot.decode(code, rows), both, pages)
             back[first], back[second] = both[:2], both[2:]
         return back, fits
+
+
+def paired(layout: PageLayout) -> PairedLayout:
+    """The same layout: all of the plug-in's are."""
+    assert isinstance(layout, PairedLayout)
+    return layout

@@ -146,13 +146,13 @@ class _Fields:
         self.architecture = str(next(iter(table.get("architectures") or ()), ""))
         self.family = str(merged.get("model_type") or "unknown")
 
-    def get(self, name: str) -> Any:
+    def value(self, name: str) -> Any:
         return self._table.get(name)
 
     def integer(self, what: str, names: tuple[str, ...], default: int | None = None) -> int:
         """The first of ``names`` that is present, a positive integer."""
-        for name in (name for name in names if self.get(name) is not None):
-            value = self.get(name)
+        for name in (name for name in names if self.value(name) is not None):
+            value = self.value(name)
             if isinstance(value, list) and value and value.count(value[0]) == len(value):
                 value = value[0]  # of every layer (Hunyuan, Gemma 3n)
             if value == 0 and default is not None:
@@ -167,25 +167,25 @@ class _Fields:
         raise self.error(f"no {what}: field {listed} is missing; {hint}")
 
     def wrong(self, name: str, right: str) -> ConfigError:
-        return self.error(f"field {name!r} is {json.dumps(self.get(name))}; it {right}")
+        return self.error(f"field {name!r} is {json.dumps(self.value(name))}; it {right}")
 
     def error(self, message: str) -> ConfigError:
         return ConfigError(f"{self._source}: {message}")
 
 
 def _require_kv_cache(fields: _Fields) -> None:
-    if fields.get("is_encoder_decoder") is True:
+    if fields.value("is_encoder_decoder") is True:
         right = "must be false: only decoder-only models have KV to restore"
         raise fields.wrong("is_encoder_decoder", right)
     for name, meaning in _UNPLANNED.items():
-        if fields.get(name) is not None:
+        if fields.value(name) is not None:
             raise fields.error(f"field {name!r} means {meaning}")
     if state := sorted(_STATE_LAYERS & set(_layer_types(fields))):
         raise fields.error(f"field 'layer_types' has {', '.join(state)}: {_STATE}")
 
 
 def _layer_types(fields: _Fields) -> list[str]:
-    if (value := fields.get("layer_types")) is None:
+    if (value := fields.value("layer_types")) is None:
         return []
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise fields.wrong("layer_types", "must be a list with the kind of every layer")
@@ -199,7 +199,10 @@ def _sides(fields: _Fields) -> Sides | None:
     """None: there are none with a pool of their own, or their size is unknown."""
     count = fields.integer("number of layers", _LAYERS)
     kinds = _layer_types(fields)[:count]  # Step-3.5's list has its draft layers, too
-    pattern, interval = fields.get("hybrid_layer_pattern"), fields.get("full_attention_interval")
+    pattern, interval = (
+        fields.value("hybrid_layer_pattern"),
+        fields.value("full_attention_interval"),
+    )
     if isinstance(pattern, list):
         kinds = ["sliding_attention" if windowed else "full" for windowed in pattern]
     elif fields.family.startswith("llama4"):
@@ -207,7 +210,7 @@ def _sides(fields: _Fields) -> Sides | None:
     elif not kinds and interval:
         kinds = ["linear_attention" if n % interval else "full" for n in range(1, count + 1)]
     windows, states = (sum(kind in of for kind in kinds) for of in (_WINDOW_LAYERS, _STATE_LAYERS))
-    if fields.get("linear_num_value_heads") and states:
+    if fields.value("linear_num_value_heads") and states:
         key_heads, key, value_heads, value, width = (
             fields.integer(name, (f"linear_{name}",)) for name in _DELTA_NET
         )
@@ -228,12 +231,12 @@ def _sides(fields: _Fields) -> Sides | None:
 def _windowed(fields: _Fields) -> bool:
     if kinds := _layer_types(fields):
         return bool(_WINDOW_LAYERS & set(kinds))
-    used = fields.get("use_sliding_window") is not False
-    return used and fields.get("sliding_window") is not None
+    used = fields.value("use_sliding_window") is not False
+    return used and fields.value("sliding_window") is not None
 
 
 def _latent(fields: _Fields) -> Latent | None:
-    if fields.get("kv_lora_rank") is None or fields.get("use_mla") is False:
+    if fields.value("kv_lora_rank") is None or fields.value("use_mla") is False:
         return None
     rank = fields.integer("width of the latent", ("kv_lora_rank",))
     rope_dim = fields.integer("head size of RoPE", ("qk_rope_head_dim",))
@@ -253,7 +256,7 @@ def _head_dim(fields: _Fields, hidden: int, heads: int) -> int:
 
 
 def _kv_heads(fields: _Fields, heads: int) -> int:
-    if fields.get("multi_query") is True and not fields.get("new_decoder_architecture"):
+    if fields.value("multi_query") is True and not fields.value("new_decoder_architecture"):
         kv_heads = 1  # Falcon-7B, GPT-BigCode: whatever num_kv_heads says
     else:
         kv_heads = fields.integer("number of KV heads", _KV_HEADS, heads)
@@ -266,10 +269,10 @@ def _kv_heads(fields: _Fields, heads: int) -> int:
 
 
 def _dtype(fields: _Fields) -> str:
-    name = next((n for n in ("torch_dtype", "dtype") if fields.get(n) is not None), None)
+    name = next((n for n in ("torch_dtype", "dtype") if fields.value(n) is not None), None)
     if name is None:
         return "float16"
-    if (found := _DTYPES.get(str(fields.get(name)).removeprefix("torch."))) is None:
+    if (found := _DTYPES.get(str(fields.value(name)).removeprefix("torch."))) is None:
         raise fields.wrong(name, f"must be one of {', '.join(_DTYPES)}")
     return found
 
@@ -299,9 +302,9 @@ def _mlp_width(fields: _Fields, hidden: int) -> int:
 def _is_sparse(fields: _Fields, layer: int) -> bool:
     if layer < max(fields.integer("dense layers", (name,), 0) for name in _DENSE_FIRST):
         return False
-    if layer in (fields.get("mlp_only_layers") or ()):
+    if layer in (fields.value("mlp_only_layers") or ()):
         return False
-    if isinstance(listed := fields.get("moe_layers_enum"), str):  # Step3: "4,5,6"
+    if isinstance(listed := fields.value("moe_layers_enum"), str):  # Step3: "4,5,6"
         return str(layer) in listed.split(",")
     step = fields.integer("step", ("decoder_sparse_step", "interleave_moe_layer_step"), 1)
     return (layer + 1) % step == 0

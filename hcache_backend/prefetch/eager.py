@@ -3,12 +3,12 @@
 Free device pages are reserved for the pages of a prefetch. Arrived pages are copied and projected,
 and a load gets the prepared device pages. It may never come, so reserved pages count as free.
 
-- A device page is free, reserved for one host page, or adopted.
+- A device page is free, reserved for one host page, or handed out.
 - It is launched for a host page once: after that page arrived and was proven, or to be recomputed
   whole, and then the host page is made of it.
 - First layers that it lacks are recomputed only behind pages that lack none.
-- It is adopted once, with the restore that writes it. It becomes free only behind what writes it,
-  and what recomputes from it.
+- It is handed out once, with the restore that writes it. It becomes free only behind what writes
+  it, and what recomputes from it.
 - A freed host page gives its device page back. The caller waits for the restore, because the next
   writer is a thread, which waits for no stream.
 - All tensor-parallel ranks do the same. A launch that fails on one counts as launched there, too,
@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hcache_backend.host.loads import Adopted, runs
+from hcache_backend.host.loads import Prepared, runs
+from hcache_backend.host.ports import DevicePages
 from hcache_backend.plan.restore import READ_BATCHES
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import StreamFailed
@@ -50,7 +51,7 @@ class Reserved:
     number: int  # in the reservation
     host_page: int
     lacks: int  # first layers that nobody has launched: of a page that has not arrived all or none
-    held: bool = True  # neither given back nor adopted
+    held: bool = True  # neither given back nor handed out
     restore: RunningRestore | None = None  # was launched for it, or recomputes it whole
     recomputed: bool = False  # it lacked layers and does not any more
 
@@ -101,7 +102,7 @@ class Reservation:
 class Recomputation(NamedTuple):
     """Consecutive pages of a prefetch whose first layers can be recomputed now."""
 
-    prefetch: Any
+    operation: Any  # SGLang's, of the prefetch
     reservation: Reservation
     pages: range  # their numbers in the reservation
     layers: int  # first layers that each of them lacks
@@ -144,7 +145,7 @@ class EagerRestores:
     """Reserves device pages for prefetches. Scheduler thread only."""
 
     _size: int  # tokens of a page
-    _free: Any  # device pages that are free (:class:`.ReservablePages`)
+    _free: DevicePages
     _launch: LaunchRestore
     limit: int  # most reserved pages
     _at_once: Callable[[int], int] = lambda pages: 1  # from :func:`launch_pages`
@@ -194,7 +195,9 @@ class EagerRestores:
         """Number of its first pages that can be recomputed one after the other, or were."""
         return self._running[prefetch].reachable
 
-    def arrived(self, prefetch: Hashable, pages: int, start: int = 0, *, last: bool = False) -> int:
+    def restore_arrived(
+        self, prefetch: Hashable, pages: int, start: int = 0, *, last: bool = False
+    ) -> int:
         """Pages ``start`` to ``pages`` are there and proven on all ranks. Returns the number of
         launched pages: a few wait for more, unless they are the ``last`` ones that are read."""
         reservation = self._running[prefetch]
@@ -220,8 +223,8 @@ class EagerRestores:
         for prefetch, reservation in self._running.items():
             if pages := reservation.to_recompute(most):
                 first = reservation.pages[pages.start]
-                how = first.lacks, first.restore is None
-                yield Recomputation(prefetch, reservation, pages, *how)
+                unread = first.restore is None
+                yield Recomputation(prefetch, reservation, pages, first.lacks, unread)
 
     def slots(self, due: Recomputation) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots of the tokens of ``due``, and of all tokens before them in the prefetch."""
@@ -263,8 +266,8 @@ class EagerRestores:
             if not wanted.isdisjoint(pages):
                 _until_copied(restore)
 
-    def prepared(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
-        """Mask of the pages that :meth:`adopt` would give whole."""
+    def whole_pages(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
+        """Mask of the pages that :meth:`hand_out` would give whole."""
         whole = [page is not None and page.is_whole for page in self._found(host_pages)]
         return np.array(whole, dtype=np.bool_)
 
@@ -285,26 +288,26 @@ class EagerRestores:
             launched = [page for one in self._reservations for page in reversed(one.launched())]
             self._give_back([*waiting, *launched][:short])
 
-    def adopt(self, host_pages: Ids) -> Adopted | None:
+    def hand_out(self, host_pages: Ids) -> Prepared | None:
         """Device pages for a load of ``host_pages``; None, without a change, if too few."""
         if len(host_pages) > self._free.count() + self.pages:
             return None
         found = self._found(host_pages)
-        adopted = [page for page in found if page is not None]
+        handed = [page for page in found if page is not None]
         ready = np.array([page is not None and page.restore is not None for page in found])
-        whole = self.prepared(host_pages)
-        restores = tuple(_using(adopted))
-        self._forget(adopted)
-        missing = len(found) - len(adopted)
+        whole = self.whole_pages(host_pages)
+        restores = tuple(_using(handed))
+        self._forget(handed)
+        missing = len(found) - len(handed)
         self.make_free(missing)
         fresh = iter(self._free.take(missing).split(self._size) if missing else ())
         parts = [
             self._slots(page.of, range(page.number, page.number + 1)) if page else next(fresh)
             for page in found
         ]
-        return Adopted(torch.cat(parts), ready, whole, restores)
+        return Prepared(torch.cat(parts), ready, whole, restores)
 
-    def clear(self) -> None:
+    def give_all_back(self) -> None:
         """Give back everything and block until nothing reads host pages; prefetches go on."""
         for _, restore in self._reading:
             _until_copied(restore)

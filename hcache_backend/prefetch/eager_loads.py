@@ -10,12 +10,12 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hcache_backend import metrics, streams
 from hcache_backend.capture.hooks import RecomputedRows
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
+from hcache_backend.host.ports import Controller, DevicePages, HostPool
 from hcache_backend.metrics import logger
 from hcache_backend.plan.restore import side_by_side
 from hcache_backend.prefetch import eager
@@ -23,7 +23,7 @@ from hcache_backend.prefetch.eager import EagerRestores, Ids, Recomputation
 from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.prefetch import Meeting, Prefetch, Prefetches
 from hcache_backend.prefetch.slices import Governor, SliceBudget
-from hcache_backend.ranks import Said, Turn
+from hcache_backend.ranks import Proposal, Turn
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.report import RunningRestore
 
@@ -31,19 +31,19 @@ _OFFERS = 4  # prefetches whose pages a turn may recompute: the first that has a
 
 
 class Offer(NamedTuple):
-    """Pages that a slice may recompute. ``said``: how many of them, 0 if no slice may start."""
+    """Pages that a slice may recompute. ``proposal``: how many of them, 0 if no slice may start."""
 
     due: Recomputation
     meeting: Meeting | None  # its reader waits; None: the pages were read
-    said: Said
+    proposal: Proposal
 
 
 @dataclass(eq=False)
 class EagerLoads:
     """Pages of running prefetches are restored, and loads get them."""
 
-    _pages: Any  # of the device (:class:`.ReservablePages`)
-    _pool: Any
+    _pages: DevicePages
+    _pool: HostPool
     _pipeline: RestorePipeline
     _loads: LoadQueue
     _limit: int  # most reserved pages
@@ -56,7 +56,7 @@ class EagerLoads:
     def __post_init__(self) -> None:
         pages, pool = self._pages, self._pool
         self.governor = Governor()
-        self._controller: Any = None
+        self._controller: Controller | None = None  # None until the first turn
         # Not SGLang's stream of loads: that one waits for restores of other requests.
         self._stream = streams.new_stream(pages.device, "eager")
         self._saving = streams.new_stream(pages.device, "saves")
@@ -67,7 +67,7 @@ class EagerLoads:
         pages.eager = self.restores
         pool.on_freed.append(self._host_freed)
 
-    def ask(self, turn: Turn) -> None:
+    def propose_slices(self, turn: Turn) -> None:
         """Restore pages that have arrived, and offer pages for a slice; after HiCache's look at its
         storage threads, on which all tensor-parallel ranks have agreed."""
         self.governor.look(self._prefetches.scheduler)
@@ -90,14 +90,13 @@ class EagerLoads:
             if meeting is not None:
                 there = meeting.here
                 met = there.start <= meeting.front
-                on_device = is_on_device(cache.tree_core, prefetch.anchor)
-                may = on_device and self.recomputes_pages
+                may = self._pages.holds(prefetch.anchor) and self.recomputes_pages
                 meeting.reachable = restores.reachable(operation) if may else 0
-            arrived = restores.arrived(operation, there.stop, there.start, last=met)
+            arrived = restores.restore_arrived(operation, there.stop, there.start, last=met)
             if arrived:
                 metrics.TOKENS.count("eager", arrived * size)
                 self._loads.count_finished()  # no load may come for a long time
-        self._pool.settle()
+        self._pool.mark_arrived()
         # Layers that were recomputed long ago are in front of no batch any more.
         self._recomputed = self._recomputed and self._budget.unfinished() > 0
         self._offer(turn)
@@ -114,17 +113,18 @@ class EagerLoads:
             keys = []  # it comes in one piece
         meeting, unread = self._prefetches.of(operation).meeting, 0
         if meeting is not None:
-            meeting.begin(len(operation.hash_value))
+            meeting.set_pages(len(operation.hash_value))
             unread = len(self._loads.methods.methods)
         self.restores.reserve(operation, keys, host_pages[: len(keys)], unread)
         # Forward passes that were launched may still use pages that are free already.
+        assert self._controller is not None
         self._controller.after_forwards(self._stream)
 
     def _launch(self, host_pages: Ids, slots: torch.Tensor) -> tuple[RunningRestore, int]:
         physical, lacking = self._pool.arena.physical(host_pages), self._loads.stored_from
-        told = metrics.harmless("restore", "pages that arrived cannot be restored: a miss")
+        caught = metrics.catching("restore", "pages that arrived cannot be restored: a miss")
         restore = None
-        with self._stream.as_current(), metrics.timed("host_load"), told:
+        with self._stream.as_current(), metrics.timed("host_load"), caught:
             restore = self._pipeline.start(physical, slots, None, lacking, ahead=True)
         return restore or self._pipeline.abandoned(len(slots)), lacking
 
@@ -160,25 +160,25 @@ class EagerLoads:
             if (prefix := self._tokens_before(due)) is None:
                 continue
             until = math.inf, math.inf
-            meeting = self._prefetches.of(due.prefetch).meeting if due.unread else None
+            meeting = self._prefetches.of(due.operation).meeting if due.unread else None
             if meeting is not None:
                 together, alone = self.until_met(meeting, prefix)
                 until = alone, together  # slower pages are read sooner, some or all
             allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share, *until)
             room = allowed if meeting is None else min(allowed, meeting.offer())
-            said = turn.say(0 if due.reservation.failed else room)
-            self._offers.append(Offer(due, meeting, said))
+            proposal = turn.propose(0 if due.reservation.failed else room)
+            self._offers.append(Offer(due, meeting, proposal))
         if self._offers and not pace.share:
             metrics.SLICES.count(pace.decision)
 
-    def hear(self) -> None:
+    def apply_slices(self) -> None:
         """The ranks have agreed: recompute layers of the first offer that all allow."""
         decision, launched = self.governor.pace.decision, False
         while self._offers:
             offer = self._offers.pop(0)
-            [pages] = offer.said.least
+            [pages] = offer.proposal.least
             # The turn may have ended the prefetch, on all ranks.
-            ended = offer.due.unread and offer.due.prefetch.is_terminated()
+            ended = offer.due.unread and offer.due.operation.is_terminated()
             pages = self._taken(offer, 0 if launched or ended else pages)
             if pages:
                 launched = self._recompute_slice(offer.due.first(pages))
@@ -187,31 +187,32 @@ class EagerLoads:
 
     def _taken(self, offer: Offer, pages: int) -> int:
         """Let the reader go on behind ``pages`` of the front; returns how many the offer gets."""
-        if offer.meeting is not None and offer.meeting.take(pages).start != offer.due.pages.start:
-            return 0
-        return pages
+        meeting, start = offer.meeting, offer.due.pages.start
+        return 0 if meeting is not None and meeting.take_offered(pages).start != start else pages
 
     def _tokens_before(self, due: Recomputation) -> int | None:
         """Number of tokens of the sequence before ``due``; None if it cannot be recomputed."""
         if not due.unread:
             [page] = self._pool.arena.pages(due.host_pages[:1], header=True)
             return int(self._pool.page_layout.positions(page)[0])
-        others = self._before_prefetch(due.prefetch)
-        if others is None or due.prefetch.is_terminated() or not self.recomputes_pages:
+        others = self._before_prefetch(due.operation)
+        if others is None or due.operation.is_terminated() or not self.recomputes_pages:
             return None
-        follows = len(others) == due.prefetch.storage_start  # or its pages follow other tokens
+        follows = len(others) == due.operation.storage_start  # or its pages follow other tokens
         return len(others) + due.pages.start * self._pool.page_size if follows else None
 
     def _recompute_slice(self, due: Recomputation) -> bool:
         """Recompute all of ``due``. Returns True if that was launched."""
-        others = self._before_prefetch(due.prefetch)
+        others = self._before_prefetch(due.operation)
         if others is None:
             return False
         slots, before = self.restores.slots(due)
         prefix, size = torch.cat((others, before)), self._pool.page_size
         if due.unread:
             tokens = slice(due.pages.start * size, due.pages.stop * size)
-            token_ids = token_array(due.prefetch.token_ids)[tokens].astype(np.int64)
+            of_hit = self._prefetches.of(due.operation).token_ids
+            assert of_hit is not None
+            token_ids = of_hit[tokens]
             recompute = self._loads.recompute_pages(token_ids, prefix)
         else:
             recompute = self._loads.recompute_of(due.host_pages, due.layers, lambda: prefix)
@@ -227,9 +228,9 @@ class EagerLoads:
             host_pages = due.host_pages
             self._pool.arena.recomputed(host_pages, positions, token_ids)
             save = partial(self._pool.save_recomputed, host_pages, slots, rows)
-            problem = restore.save(self._saving, slots, save)
+            problem = restore.save_recomputed(self._saving, slots, save)
             if problem is not None:  # the device's copy is as good as other ranks'
-                self._pool.arena.arrived(host_pages, np.zeros(len(host_pages), np.bool_))
+                self._pool.arena.mark_saved(host_pages, np.zeros(len(host_pages), np.bool_))
                 metrics.PROBLEMS.count("recomputed_not_saved")
                 logger.warning("hcache: recomputed pages could not be stored: %r", problem)
         self._budget.launched(restore, len(prefix), due.layers)
@@ -242,17 +243,17 @@ class EagerLoads:
             metrics.TOKENS.count("eager_recomputed", len(slots))
         else:
             metrics.L3_TOKENS.count("recomputed", len(slots))
-            meeting = self._prefetches.of(due.prefetch).meeting
+            meeting = self._prefetches.of(due.operation).meeting
             assert meeting is not None
             meeting.launched(due.pages)
-            due.prefetch.completed_tokens = meeting.pages * size
+            due.operation.completed_tokens = meeting.pages * size
         return True
 
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
-        tree, anchor = self._pages.cache.tree_core, self._prefetches.of(prefetch).anchor
-        return slots_to(tree, anchor) if is_on_device(tree, anchor) else None
+        anchor = self._prefetches.of(prefetch).anchor
+        return self._pages.slots_to(anchor) if self._pages.holds(anchor) else None
 
-    def load(self, load: QueuedLoad, ask: Callable[[], Any]) -> Any:
+    def load(self, load: QueuedLoad, ask: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
         """Let SGLang queue ``load`` (at least one page), by ``ask``, with the prepared device
         pages. Returns the result of ``ask``: device indices, or None if SGLang has no room."""
         self._pages.load = load
@@ -260,42 +261,24 @@ class EagerLoads:
             device_indices = ask()
         finally:
             self._pages.load = None
-        if load.adopted is not None and device_indices is None:
+        if load.prepared is not None and device_indices is None:
             # Another pool had no room: SGLang gives the pages to the next request.
-            eager.until_written(load.adopted.restores)
-        elif load.adopted is not None:
-            size, ready = self._pool.page_size, int(load.adopted.ready.sum())
+            eager.until_written(load.prepared.restores)
+        elif load.prepared is not None:
+            size, ready = self._pool.page_size, int(load.prepared.ready.sum())
             metrics.TOKENS.count("ready_at_load", ready * size)
-            metrics.TOKENS.count("not_ready_at_load", (len(load.adopted.ready) - ready) * size)
+            metrics.TOKENS.count("not_ready_at_load", (len(load.prepared.ready) - ready) * size)
         return device_indices
 
     def until_saved(self, host_pages: Ids) -> None:
         """Block until recomputed host pages are there, encoded or lost: the CPU wants them."""
         self.restores.until_saved(host_pages)
-        self._pool.settle()
+        self._pool.mark_arrived()
 
     def _host_freed(self, host_pages: Ids) -> None:
         self.until_saved(host_pages)
         self.restores.host_freed(host_pages)
 
-    def forget(self) -> None:
-        """Drop all that was restored and not adopted."""
-        self.restores.clear()
-
-
-def token_array(token_ids: Any) -> npt.NDArray[np.int32]:
-    """Token ids of a storage operation (a key, a list or an array) as int32 ``[n]``."""
-    return np.asarray(getattr(token_ids, "token_ids", token_ids), dtype=np.int64).astype(np.int32)
-
-
-def is_on_device(tree: Any, node: Hashable) -> bool:
-    """True if the device has K and V of all tokens up to the end of a node of SGLang's tree."""
-    root = tree.empty_match_result.last_device_node
-    return bool(node == root or not tree.is_full_device_evicted(node))
-
-
-def slots_to(tree: Any, node: Hashable) -> torch.Tensor:
-    """Slots of all tokens up to the end of a node of SGLang's tree, int64 ``[n]``."""
-    root = tree.empty_match_result.last_device_node
-    slots: torch.Tensor = tree.collect_full_device_indices(node, root)
-    return slots
+    def drop_restored(self) -> None:
+        """Drop all that was restored and not handed out."""
+        self.restores.give_all_back()

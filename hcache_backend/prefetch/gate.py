@@ -21,7 +21,7 @@ from hcache_backend import metrics
 from hcache_backend.metrics import logger
 from hcache_backend.prefetch.estimates import Estimate, L3Progress, Reading
 from hcache_backend.prefetch.prefetch import Hit, Prefetch, Prefetches, Recomputing, State
-from hcache_backend.ranks import Said, Turn
+from hcache_backend.ranks import Proposal, Turn
 
 _ENDING_MARGIN = 1.25  # going on must be slower by this factor to end a prefetch: not by noise
 _JUDGED = 4  # prefetches that are judged in a turn: L3 is read for one after the other
@@ -32,7 +32,7 @@ LONGEST_PROBE_SECONDS = 320.0  # ...twice as long after each slow probe, up to t
 PROBE_SHARE = 0.05  # a probe is judged after this share of the time to compute its hit
 
 
-harmless = partial(metrics.harmless, "hit_gate", "a decision about an L3 hit failed; it is read")
+catching = partial(metrics.catching, "hit_gate", "a decision about an L3 hit failed; it is read")
 
 
 class Gpu:
@@ -86,18 +86,18 @@ class HitGate:
         self.agreed_stalled = False  # when the ranks last agreed
         self._probes = (_Probes(), _Probes())  # of the page store, and of the shared tier
         self._running: list[Any] = []  # SGLang's operations, in the order in which they are read
-        self._said: Said | None = None
+        self._proposal: Proposal | None = None
         self._logged = self._shown = -math.inf  # when a refused hit was logged, and rates shown
         self._show()
 
-    # ---- the scheduler thread; see Part ----
+    # ---- the scheduler thread ----
 
-    def ask(self, turn: Turn) -> None:
-        """Say which prefetches go on. Every rank has the same ones in the same turns."""
-        cache, self._said = turn.cache, None
+    def propose_ends(self, turn: Turn) -> None:
+        """Propose which prefetches go on. Every rank has the same ones in the same turns."""
+        cache, self._proposal = turn.cache, None
         self._running = [info.operation for info in cache.ongoing_prefetch.values()]
         verdicts = [False] * (len(self._running) + 1)
-        with harmless():
+        with catching():
             running = [self.prefetches.of(operation) for operation in self._running]
             for prefetch, operation in zip(running, self._running, strict=True):
                 prefetch.came(operation.completed_tokens, cache.page_size)
@@ -106,24 +106,24 @@ class HitGate:
             return  # pipeline stages are not at one point
         self.prefetches.unfinished.update(self._running)
         if self._running or self.agreed_stalled:  # no rank acts on its own verdict alone
-            self._said = turn.say(*(not ends for ends in verdicts))
+            self._proposal = turn.propose(*(not ends for ends in verdicts))
 
-    def hear(self) -> None:
+    def apply_ends(self) -> None:
         """The ranks have agreed: end prefetches."""
-        if self._said is None:
+        if self._proposal is None:
             return
-        *going_on, in_time = self._said.least
+        *going_on, in_time = self._proposal.least
         ended = [one for one, goes_on in zip(self._running, going_on, strict=True) if not goes_on]
         for operation in ended:
             operation.mark_terminate()
-        with harmless():
+        with catching():
             self.agreed([self.prefetches.of(operation) for operation in ended], not in_time)
 
     def may_ask(self, request_id: str, prefix: int, recomputing: Recomputing | None = None) -> bool:
         """Returns True if L3 is to be asked for tokens of a request behind ``prefix``: not while
         all ranks agree that L3 is stalled, because no request would wait for the answer."""
         if not self.agreed_stalled:
-            self.prefetches.ask(request_id, prefix, recomputing)
+            self.prefetches.add_request(request_id, prefix, recomputing)
         return not self.agreed_stalled
 
     def to_end(self, running: Sequence[Prefetch]) -> list[bool]:

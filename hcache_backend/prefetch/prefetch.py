@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
+from hcache_backend.arena import Ids
 from hcache_backend.plan.restore import side_by_side, until_there
 
 _REMEMBERED = 4096  # refused requests
@@ -75,7 +76,7 @@ class Meeting:
         self._taken = 0  # by the front
         self._unread: int | None = None  # the reader takes pages before this one
 
-    def begin(self, pages: int) -> None:
+    def set_pages(self, pages: int) -> None:
         """The prefetch has ``pages`` pages. Both sides call it, in any order."""
         with self._lock:
             if self._unread is None:
@@ -113,13 +114,13 @@ class Meeting:
 
     def offer(self) -> int:
         """Number of pages that the front may take next: those that are not read. Holds the lock
-        until :meth:`take`: the reader takes none while the ranks agree on them."""
+        until :meth:`take_offered`: the reader takes none while the ranks agree on them."""
         self._lock.acquire()
         assert self._unread is not None
         # Pages taken but not launched have failed: there is no way past them.
         return self._unread - self._taken if self._taken == self.front else 0
 
-    def take(self, pages: int) -> range:
+    def take_offered(self, pages: int) -> range:
         """The front takes ``pages`` of the pages that were offered."""
         first, self._taken = self._taken, self._taken + pages
         self._lock.release()
@@ -164,6 +165,7 @@ class Prefetch:
     probed: Hit | None = None  # the whole hit, if it is read to measure the present speed of L3
     meeting: Meeting | None = None  # None: it is read in order
     anchor: Any = None  # SGLang's node before it
+    token_ids: Ids | None = None  # from the hit on; None: it is read in order
     arrived: int = 0  # of the hit, on all ranks
     step: int = 1  # arrivals are multiples of this
     whole: bool = False  # a part of it is worth nothing without the rest
@@ -234,14 +236,16 @@ class Prefetches:
                 self._of[operation] = self.waiting.get(name) or Prefetch(name)
             return self._of[operation]
 
-    def ask(self, request_id: str, prefix: int, recomputing: Recomputing | None) -> Prefetch:
+    def add_request(
+        self, request_id: str, prefix: int, recomputing: Recomputing | None
+    ) -> Prefetch:
         """L3 is asked for tokens of a request behind ``prefix``."""
         with self.lock:
             state = self._final.get(request_id, State.ASKED)
             asked = self.waiting[request_id] = Prefetch(request_id, prefix, recomputing, state)
             return asked
 
-    def forget(self, request_id: str) -> None:
+    def forget_request(self, request_id: str) -> None:
         """A new request comes; a refused one may have had its id."""
         with self.lock:
             self._final.pop(request_id, None)

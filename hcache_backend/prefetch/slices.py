@@ -114,7 +114,7 @@ class Governor:
         if scheduler is None or self.pace is _BLIND:
             return
         pace = _BLIND
-        with metrics.harmless("governor", "who wants the GPU is not known: no more slices"):
+        with metrics.catching("governor", "who wants the GPU is not known: no more slices"):
             pace = _pace_beside(scheduler)
         self.pace = pace
 

@@ -46,11 +46,11 @@ class PagedPool:
         """The pool of one layer for the kernels, or None if they cannot apply its scales."""
         pool = self._kvcache
         k, v = (buffers[layer.index].view(pool.dtype) for buffers in (pool.k_buffer, pool.v_buffer))
-        scales = [_scale(layer.kernel, name) for name in "kv"]
-        plain = scales == [1.0, 1.0]
-        if None in scales or not (plain or pool.dtype in _FP8):
+        k_scale, v_scale = (_scale(layer.kernel, name) for name in "kv")
+        if k_scale is None or v_scale is None:
             return None
-        return KVPool(k, v, *scales)
+        plain = k_scale == v_scale == 1.0
+        return KVPool(k, v, k_scale, v_scale) if plain or pool.dtype in _FP8 else None
 
     def store(self, kernel: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write K and V ``[n, kv_heads, head_dim]`` to ``slots``."""

@@ -103,9 +103,9 @@ class LayerSpec:
         weight, bias = self.k.linear.weight, getattr(self.k.linear, "bias", None)
         assert isinstance(weight, torch.Tensor)
         rows = slice(self.k.starts[0], self.k.starts[0] + 2 * self.k.width)
-        both = weight[rows], None if bias is None else bias[rows]
-        finish = self.key_norm(), self.key_rotary(), self.rounding
-        return KVProjection(*both, len(self.k.starts), self.k.head_dim, *finish)
+        heads, norm, rotary = len(self.k.starts), self.key_norm(), self.key_rotary()
+        bias, width = None if bias is None else bias[rows], self.k.head_dim
+        return KVProjection(weight[rows], bias, heads, width, norm, rotary, self.rounding)
 
     def compute(
         self, hidden: torch.Tensor, positions: torch.Tensor

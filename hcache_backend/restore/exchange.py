@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hcache_backend.format.units import EIGHTHS, Shard
+from hcache_backend.ranks import Group
 from hcache_backend.streams import Event, Stream, current_stream
 
 _TIMEOUT = timedelta(minutes=5)
@@ -40,7 +40,7 @@ class Exchange:
     shard. The groups are in the order of shards and used by nothing else; ``device_group`` is None
     if the device is the CPU."""
 
-    def __init__(self, number: int, cpu_group: Any, device_group: Any = None) -> None:
+    def __init__(self, number: int, cpu_group: Group, device_group: Group = None) -> None:
         self.number, self.shards = number, dist.get_world_size(group=cpu_group)
         self._cpu_group, self._device_group = cpu_group, device_group
 

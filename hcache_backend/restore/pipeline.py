@@ -58,9 +58,9 @@ class RestorePipeline:
         # Projections may talk to other ranks.
         self._compute = new_stream(device, "compute", in_turn=self.order is not None)
         self._unread: deque[RunningRestore] = deque()
-        # By layer: behind all copies and projections, and behind those that are adopted.
+        # By layer: behind all copies and projections, and behind those that loads were given.
         self._written: dict[int, Event] = {}
-        self._adopted: dict[int, Event] = {}
+        self._handed_out: dict[int, Event] = {}
 
     @torch.no_grad()
     def start(
@@ -76,7 +76,7 @@ class RestorePipeline:
         ``pages`` (physical; none if all is recomputed) must not change until all layers are done.
         ``slots`` of their tokens are on the device. Without ``recompute``, layers before
         ``first_layer`` are restored elsewhere. ``ahead``: the slots are not read before
-        :meth:`adopted`. If a recomputation raises, the result has it in ``failed``. Raises
+        :meth:`handed_out`. If a recomputation raises, the result has it in ``failed``. Raises
         ValueError if a layer is neither stored nor recomputed."""
         first = recompute.layers if recompute else first_layer
         loaded = range(first, len(self._layers))
@@ -145,7 +145,7 @@ class RestorePipeline:
         if self.order is not None:
             self.order.restore_launched(self._copy)
         if not ahead:
-            self.adopted()
+            self.handed_out()
         self._unread.append(restore)
         return restore
 
@@ -155,9 +155,9 @@ class RestorePipeline:
         failed = RuntimeError("a restore was not launched")
         return RunningRestore(tokens, {}, copied, self._device, copied, done, failed=failed)
 
-    def adopted(self) -> None:
+    def handed_out(self) -> None:
         """Restores ahead may be read now: recomputations wait for all launched so far."""
-        self._adopted = dict(self._written)
+        self._handed_out = dict(self._written)
 
     @torch.no_grad()
     def start_recomputation(
@@ -168,14 +168,14 @@ class RestorePipeline:
         after: Sequence[RunningRestore] | None = None,
     ) -> RunningRestore:
         """Launch the recomputation of first layers alone, behind the current stream's work.
-        ``positions`` are on the CPU. ``after``: restores that are not adopted and write tokens
+        ``positions`` are on the CPU. ``after``: restores that no load was given and write tokens
         before these, or these; None: any of them may."""
         behind = current_stream(self._device).record()
         begin = recompute.stream.record(timed=True)
         restore = RunningRestore(len(slots), {}, begin, self._device, begin)  # no page is read
         written = [self._written]
         if after is not None:
-            written = [self._adopted, *(dict(enumerate(one.layers)) for one in after)]
+            written = [self._handed_out, *(dict(enumerate(one.layers)) for one in after)]
         done = self._recompute(restore, recompute, positions, slots, behind, written)
         restore.layers += [done] * (len(self._layers) - recompute.layers)  # nothing more comes
         return restore

@@ -150,7 +150,7 @@ class Recomputer:
     layers: int  # number of first ones that can be recomputed
 
     @torch.inference_mode()
-    def run(
+    def recompute(
         self, layers: int, positions: torch.Tensor, slots: torch.Tensor, spans: Sequence[TokenSpan]
     ) -> None:
         """Write K and V of the first ``layers`` (at least 1) layers to the pool; positions and
@@ -176,7 +176,7 @@ class Recomputer:
         ``token_ids`` are the last tokens, int64 ``[t]``; ``keys`` the slots of all, int64 ``[n]``,
         on the device. The result reads K there: use it on the same stream, while K is there. The
         model takes part in no collective behind the last layer's attention. Raises as
-        :meth:`run`."""
+        :meth:`recompute`."""
         device, first = keys.device, len(keys) - len(token_ids)
         nowhere = torch.zeros(len(token_ids), dtype=torch.int64, device=device)  # SGLang's padding
         positions = torch.arange(first, len(keys), device=device)

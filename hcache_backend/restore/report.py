@@ -57,7 +57,7 @@ class RunningRestore:
     timed: list[tuple[StreamName, int, Event, Event]] = field(default_factory=list)
     failed: Exception | None = None  # why first layers, or all, were not made: do not use them
 
-    def save(
+    def save_recomputed(
         self, stream: Stream, slots: torch.Tensor, work: Callable[[], object]
     ) -> Exception | None:
         """Let ``work()`` copy what was recomputed from ``slots`` to the host; the restore ends

@@ -7,7 +7,7 @@ them. A slot that is allocated anew has no valid row until something fills it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -15,17 +15,18 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.host.loads import QueuedLoad
-from hcache_backend.prefetch.eager import EagerRestores
+from hcache_backend.host.ports import Reservations
+from hcache_backend.sglang.tree import is_on_device, slots_to
 
 
 class ReservablePages:
     """Free pages of SGLang's ``allocator``, some reserved. ``capture`` hears of all allocations."""
 
     def __init__(self, allocator: Any, capture: HiddenCapture | None = None) -> None:
-        self.eager: EagerRestores | None = None  # reserves pages; None until it is set
+        self.eager: Reservations | None = None  # reserves pages; None until it is set
         self.cache: Any = None  # the radix cache, whose pages can be evicted; None until known
         self.load: QueuedLoad | None = None  # allocations get the pages prepared for it
-        self.device = allocator.device
+        self.device: torch.device | str = allocator.device
         self._allocator = allocator
         self._capture = capture
         self._size: int = allocator.page_size
@@ -55,6 +56,12 @@ class ReservablePages:
         # At once, also while the scheduler collects the slots that a step frees.
         self._allocator._release_page_ids(slots[:: self._size] // self._size)
 
+    def holds(self, node: Hashable) -> bool:
+        return is_on_device(self.cache.tree_core, node)
+
+    def slots_to(self, node: Hashable) -> torch.Tensor:
+        return slots_to(self.cache.tree_core, node)
+
     def _allocating(self, name: str, pages: Callable[[dict[str, Any]], int]) -> None:
         """Wrap a method that gives slots to sequences: at most a page each, and ``pages``."""
         original = getattr(self._allocator, name, None)
@@ -72,10 +79,10 @@ class ReservablePages:
 
     def _allocate(self, need_size: int) -> Any:
         load = self.load
-        if load is not None and load.adopted is None and self.eager is not None:
+        if load is not None and load.prepared is None and self.eager is not None:
             assert need_size == len(load.host_pages) * self._size
-            load.adopted = self.eager.adopt(load.host_pages)
-            return self._given(load.adopted and load.adopted.slots)
+            load.prepared = self.eager.hand_out(load.host_pages)
+            return self._given(load.prepared and load.prepared.slots)
         if self.eager is not None and self.eager.pages:
             self.eager.make_free(-(-need_size // self._size))
         return self._given(self._alloc(need_size))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hcache_backend import metrics
 from hcache_backend.format.envelope import key_bytes
 from hcache_backend.metrics import logger
-from hcache_backend.ranks import Said, Turn
+from hcache_backend.ranks import Proposal, Turn
 
 _PAGES = 128  # a turn puts no further node once its nodes have this many pages
 _NODES = 1 << 16  # nodes that are known after the device has evicted them; the oldest are forgotten
@@ -59,7 +59,7 @@ class Backups:
         self._cache: Any = None
         self._given: dict[int, _Node] = {}  # to L3, by number
         self._answered: list[_Answer] = []
-        self._first_hole: Said | None = None  # its place among those
+        self._first_hole: Proposal | None = None  # its place among those
         # To be put, each from the last node to the first.
         self._chains: deque[list[_Node]] = deque()
         self._putting: set[int] = set()  # nodes of chains that HiCache has not given to L3 yet
@@ -87,13 +87,13 @@ class Backups:
                 number = cache.ongoing_backup[operation.id][0]
                 self._answered.append(_Answer(operation.id, number, hole))
 
-    def ask(self, turn: Turn) -> None:
+    def propose_holes(self, turn: Turn) -> None:
         self._first_hole = None
         if self._answered:
             holes = [place for place, answer in enumerate(self._answered) if answer.hole]
-            self._first_hole = turn.say(*holes[:1] or [len(self._answered)])
+            self._first_hole = turn.propose(*holes[:1] or [len(self._answered)])
 
-    def hear(self, cache: Any) -> None:
+    def apply_holes(self, cache: Any) -> None:
         """Nodes before the first hole of any rank are written; those behind it wait for a turn."""
         if self._first_hole is not None:
             [first] = self._first_hole.least

@@ -25,25 +25,27 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 from hcache_backend import metrics, streams
 from hcache_backend.arena import NOT_SETTLED, Ids
 from hcache_backend.capture.staging import StagedCapture
-from hcache_backend.checks.service import KVChecks
+from hcache_backend.checks.service import KVChecks, ServiceChecks
 from hcache_backend.config import ConfigError
 from hcache_backend.host.loads import UNKNOWN, LoadQueue, Prefix, QueuedLoad, TokenIds
 from hcache_backend.host.node_backups import NodeBackups, NodeLayouts
 from hcache_backend.host.page_proofs import PageProofs
+from hcache_backend.host.ports import Controller
 from hcache_backend.host.stages import StagePages
 from hcache_backend.prefetch.eager import batch_pages
-from hcache_backend.prefetch.eager_loads import EagerLoads, token_array
+from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.prefetch import Meeting, Prefetches, Recomputing
-from hcache_backend.ranks import Part, Turn, smallest
+from hcache_backend.ranks import Turn, smallest
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.sglang.runtime import Runtime, current
 from hcache_backend.sglang.storage_threads import READ
+from hcache_backend.sglang.tree import token_array
 
 _STAGED_PASSES = 16  # at least as many as are under way between pipeline stages
 
 
-class OwnPagesController(HybridCacheController):
+class OwnPagesController(HybridCacheController, Controller):
     """``_page_*`` run in HiCache's storage threads, all else on the scheduler thread."""
 
     def __init__(
@@ -57,7 +59,7 @@ class OwnPagesController(HybridCacheController):
         judge: Callable[[str], None],
         *hicache: Any,
         capture: StagedCapture | None = None,
-        checks: Part | None = None,
+        checks: ServiceChecks | None = None,
         layouts: NodeLayouts | None = None,
         **arguments: Any,
     ) -> None:
@@ -70,11 +72,12 @@ class OwnPagesController(HybridCacheController):
         positions = int(runtime.runner.model_config.context_len)
         of_pages = runtime, pool.arena, pool.page_layout
         self._proofs = PageProofs(*of_pages, capture is not None, positions)
-        self._backups = NodeBackups(pool, capture, layouts, self, stages.alone)
+        self._backups = NodeBackups(pool, capture, layouts, self, self.start_writing, stages.alone)
         if capture is not None and not stages.alone:
             capture.ledger.without_results = _STAGED_PASSES
-        parts = (eager, self._backups, checks, kv_checks)
-        self._parts: list[Part] = [part for part in parts if part is not None]
+        self._checks: list[KVChecks | ServiceChecks] = [kv_checks]
+        if checks is not None:
+            self._checks.insert(0, checks)
         self._batches: BatchedReads | None = None
         if eager is not None:
             self._batches = BatchedReads(pool.page_size, self._report, runtime.l3.waited)
@@ -105,19 +108,28 @@ class OwnPagesController(HybridCacheController):
 
     def reset(self) -> None:
         super().reset()
-        self._loads.forget()
-        for part in self._parts:
-            part.forget()
+        self._loads.drop_queued()
+        if self.eager is not None:
+            self.eager.drop_restored()
+        self._backups.drop_waiting()
+        for checks in self._checks:
+            checks.drop_waiting()
 
     def begin_turn(self, turn: Turn) -> None:
-        for part in self._parts:
-            part.ask(turn)
+        if self.eager is not None:
+            self.eager.propose_slices(turn)
+        self._backups.propose_layouts(turn)
+        for checks in self._checks:
+            checks.propose_checks(turn)
 
     def end_turn(self, turn: Turn) -> None:
         """Act on the values that the ranks have agreed on."""
-        for part in self._parts:
-            part.hear()
-        self._stages.talk()
+        if self.eager is not None:
+            self.eager.apply_slices()
+        self._backups.apply_layouts()
+        for checks in self._checks:
+            checks.apply_checks()
+        self._stages.exchange_messages()
         if self._never_loaded or (self._kv_checks.failed and self._stages.alone):
             # A node whose load is refused stays a hit, and hides its copy in L3. HiCache cannot
             # remove one node, so all that are in L2 only go.
@@ -133,18 +145,18 @@ class OwnPagesController(HybridCacheController):
 
     def write(self, device_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Back up a node, or return None on every rank if one of its rows is not valid."""
-        self._stages.talk()
+        self._stages.exchange_messages()
         weights = self._runtime.weights
         flushed = weights is not None and weights.suspended is None
         may_wait = flushed and self.write_policy != "write_back"
-        backup = self._backups.begin(device_indices, may_wait=may_wait)
+        backup = self._backups.begin_backup(device_indices, may_wait=may_wait)
         if backup is None:
             return None
         # K and V go to the pages of an exchange, so not before the backup is queued.
         host_indices = super().write(device_indices, *args, **kwargs | {"flush": False})
         if host_indices is None:
             return None
-        self._backups.add(backup, self._pool.page_ids(host_indices))
+        self._backups.add_backup(backup, self._pool.page_ids(host_indices))
         if kwargs.get("flush", True):
             self.start_writing()
         return host_indices
@@ -205,7 +217,7 @@ class OwnPagesController(HybridCacheController):
         if device_indices is not None:
             if self._capture is not None:
                 self._capture.ledger.loaded(device_indices, host_pages)
-            self._loads.add(load, device_indices)
+            self._loads.add_load(load, device_indices)
         return device_indices
 
     def _planned(self, host_pages: Ids) -> QueuedLoad | None:
@@ -215,9 +227,9 @@ class OwnPagesController(HybridCacheController):
             self._capture.ledger.settle(wait=False)
         own, needed = self._pool.depth(host_pages), host_pages
         if self.eager is not None:
-            prepared = self.eager.restores.prepared(host_pages)
+            prepared = self.eager.restores.whole_pages(host_pages)
             own[prepared], needed = 0, host_pages[~prepared]
-        self._stages.talk()
+        self._stages.exchange_messages()
         unsettled = own == NOT_SETTLED
         if self.eager is not None and self.eager.restores.failed(host_pages):
             problem = "restore_failed"
@@ -228,10 +240,10 @@ class OwnPagesController(HybridCacheController):
         elif not self._stages.have(host_pages):
             problem = "another_stage"
         depths = np.where(unsettled, layers + 1, own)
-        told, never = (-depths).tolist(), problem in ("restore_failed", "stale_host_page")
-        *told, fine, may_come = self.agreed(*told, problem is None, not never)
+        lacking, never = (-depths).tolist(), problem in ("restore_failed", "stale_host_page")
+        *lacking, fine, may_come = self.agreed(*lacking, problem is None, not never)
         if fine:
-            depths = -np.array(told, np.int64)
+            depths = -np.array(lacking, np.int64)
             load = self._loads.plan(host_pages, depths, *self.loading)
             if depths.any() or self._loads.stored_from:
                 # Which tokens are recomputed stands in the headers of each rank.
@@ -255,15 +267,15 @@ class OwnPagesController(HybridCacheController):
     def write_storage(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self._capture is not None:  # the backup is done, so its rows have arrived
             self._capture.ledger.settle(wait=False)
-        self._stages.talk()
+        self._stages.exchange_messages()
         if self.eager is not None:
             self.eager.until_saved(self._pool.page_ids(host_indices))
-        self._pool.settle()
+        self._pool.mark_arrived()
         return super().write_storage(host_indices, *args, **kwargs)
 
     def _page_backup(self, operation: Any) -> Any:
         sealed, before = 0, operation.prefix_keys
-        with metrics.harmless("backup", "pages of a node are not stored"):  # a thread of SGLang's
+        with metrics.catching("backup", "pages of a node are not stored"):  # a thread of SGLang's
             pages, keys = self._pool.page_ids(operation.host_indices), operation.hash_value
             first = None if before is None else len(before) * self.page_size
             sealed = self._proofs.seal(pages, keys, token_array(operation.token_ids), first)
@@ -282,7 +294,9 @@ class OwnPagesController(HybridCacheController):
         operation = super().prefetch(*args, **kwargs)
         # Before the scheduler hears of the hit: nothing is read earlier.
         if self.recomputing is not None:
-            self._runtime.prefetches.of(operation).meeting = Meeting()
+            prefetch = self._runtime.prefetches.of(operation)
+            prefetch.token_ids = token_array(operation.token_ids).astype(np.int64)
+            prefetch.meeting = Meeting()
         return operation
 
     @property
@@ -305,8 +319,8 @@ class OwnPagesController(HybridCacheController):
         assert self._batches is not None and self.eager is not None
         meeting = self._runtime.prefetches.of(operation).meeting
         self._read_drafts(operation)
-        how = meeting, self.eager.until_met
-        there = self._batches.transfer(self._page_get_zero_copy, operation, *how)
+        read, until_met = self._page_get_zero_copy, self.eager.until_met
+        there = self._batches.transfer(read, operation, meeting, until_met)
         self._page_transfer_sidecar(operation, there)  # SGLang's report of other pools
 
     def _read_drafts(self, operation: Any) -> None:
@@ -340,7 +354,7 @@ class OwnPagesController(HybridCacheController):
         self, read: Read, operation: Any, keys: Sequence[str], indices: torch.Tensor, *others: Any
     ) -> int:
         """Number of pages that ``read`` brings and that the radix tree asked for."""
-        with metrics.harmless("read", "pages of L3 are a miss"):  # a thread of SGLang's
+        with metrics.catching("read", "pages of L3 are a miss"):  # a thread of SGLang's
             host_pages = self._pool.page_ids(indices)
             self._pool.arena.expect(host_pages)
             self._stages.brought(host_pages)
@@ -402,7 +416,7 @@ class BackAck(PrefetchAck):
         self.start, self.end = -int(pages[0]), int(pages[1])
 
 
-def hear(
+def apply_reports(
     reports: Iterable[PrefetchAck], running: Collection[Any], prefetches: Prefetches, page_size: int
 ) -> None:
     """Apply ``reports``, the same on every rank, before the scheduler hears of them. HiCache has
@@ -439,7 +453,7 @@ class BatchedReads:
         step, order, back = batch_pages(len(keys)), _InOrder(len(keys)), range(len(keys), len(keys))
         first = True
         if meeting is not None:
-            meeting.begin(len(keys))
+            meeting.set_pages(len(keys))
         for _ in range(0, len(keys), step):
             left = step * self._steps(step)  # till the next report
             while left and not operation.is_terminated():

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 
 from hcache_backend import metrics
+from hcache_backend.fingerprint import Weights
 from hcache_backend.sglang.compat import is_first
 from hcache_backend.sglang.hook_registry import Hook, OnError, Original
-from hcache_backend.sglang.runtime import Weights, current
+from hcache_backend.sglang.runtime import current
 
 _MODULES = "sglang.srt.disaggregation."
 
 # numbers of ``MetadataBuffers.cached_tokens`` (int32) that no version uses: 16 bytes for a digest
 _ROOM = slice(12, 16)
 
-_harmless = partial(metrics.harmless, "weights_untold", "weights are taken for other ones")
+_catching = partial(metrics.catching, "weights_untold", "weights are taken for other ones")
 
 
 def before_sending_prefix(original: Original, scheduler: Any, req: Any, *a: Any, **kw: Any) -> Any:
@@ -27,7 +28,7 @@ def before_sending_prefix(original: Original, scheduler: Any, req: Any, *a: Any,
     may still compute a node. What is held back goes after the forward pass, which waits for every
     load."""
     early = False
-    with metrics.harmless("early_send", "a prefix is sent with the rest of its prompt"):
+    with metrics.catching("early_send", "a prefix is sent with the rest of its prompt"):
         loading = bool(scheduler.tree_cache.cache_controller.ack_load_queue)
         computing = scheduler.enable_overlap and is_first()
         early = not (loading or computing)
@@ -39,7 +40,7 @@ def before_sending_prefix(original: Original, scheduler: Any, req: Any, *a: Any,
 def after_metadata(original: Original, buffers: Any, req: Any, *a: Any, **kw: Any) -> Any:
     """Around ``MetadataBuffers.set_buf``, on a prefill server, before the last part is sent."""
     result = original(buffers, req, *a, **kw)
-    with _harmless():
+    with _catching():
         buffers.cached_tokens[req.metadata_buffer_index, _ROOM] = _numbers(current().weights)
     return result
 
@@ -50,7 +51,7 @@ def before_commit(original: Original, queue: Any, decode_req: Any, *a: Any, **kw
 
     if decode_req.req.bootstrap_host != FAKE_BOOTSTRAP_HOST:  # a health check, without a sender
         runtime, same = current(), False
-        with _harmless():
+        with _catching():
             sent = queue.metadata_buffers.cached_tokens[decode_req.metadata_buffer_index, _ROOM]
             own = _numbers(runtime.weights)
             same = bool(own.any()) and torch.equal(sent.cpu(), own)

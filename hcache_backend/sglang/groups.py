@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from hcache_backend.config import ConfigError
 from hcache_backend.metrics import logger
+from hcache_backend.ranks import Group
 
 _Result = TypeVar("_Result")
 
@@ -28,7 +29,7 @@ def attention_ranks() -> Any:
     return get_attn_tp_group()
 
 
-def new_stage_group() -> Any:
+def new_stage_group() -> Group:
     """A gloo process group of this rank's pipeline stages; None if there is one stage."""
     if not dist.is_initialized():
         return None
@@ -42,17 +43,17 @@ def new_stage_group() -> Any:
     return dist.new_group(group.ranks, patience, backend="gloo", use_local_synchronization=True)
 
 
-def said_by_all_ranks(own: Any) -> list[Any]:
+def from_all_ranks(own: _Result) -> list[_Result]:
     """``own`` (pickled) of all ranks that attach a storage backend together."""
     if not dist.is_initialized():
         return [own]
     from sglang.srt.distributed import parallel_state as state
 
-    said = [own]
+    gathered = [own]
     for group in (state.get_attn_tp_group(), state.get_attn_cp_group(), state.get_pp_group()):
         if group.world_size > 1:
-            said = [item for part in group.all_gather_object(said) for item in part]
-    return said
+            gathered = [item for part in group.all_gather_object(gathered) for item in part]
+    return gathered
 
 
 def or_stop(work: Callable[[], _Result]) -> _Result:
@@ -65,14 +66,14 @@ def or_stop(work: Callable[[], _Result]) -> _Result:
         result = work()
     except ConfigError as error:
         problem = str(error)
-    said = said_by_all_ranks((own, launcher, problem))
-    found = [rank for rank, _, what in said if what is not None]
+    gathered = from_all_ranks((own, launcher, problem))
+    found = [rank for rank, _, what in gathered if what is not None]
     if not found:
         return result
     if found[0] == own:
         logger.error("%s", problem)
-    said_by_all_ranks(None)  # the first signal ends all ranks, so it comes after that line
-    if own == next(rank for rank, other, _ in said if other == launcher):
+    from_all_ranks(None)  # the first signal ends all ranks, so it comes after that line
+    if own == next(rank for rank, other, _ in gathered if other == launcher):
         # SGLang's schedulers send this signal when they fail; a second one would add a traceback.
         os.kill(os.getppid(), signal.SIGQUIT)
     else:

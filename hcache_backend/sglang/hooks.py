@@ -16,8 +16,8 @@ EXCHANGE = [model_runner.FORWARD]  # of latents between ranks
 RECOMPUTE = [model_runner.ATTENTION, radix_cache.LOAD_BACK, RECEIVED]
 # HiCache's turn in every turn of the scheduler, and its reports
 OWN_PAGES = [radix_cache.TURN, radix_cache.DRAIN]
-# L3 hears of used pages in L1 and L2, and gets them with their beginnings, also before the memory of
-# the GPU is released; waiting requests keep theirs
+# L3 hears of used pages in L1 and L2, and gets them with their beginnings, also before the memory
+# of the GPU is released; waiting requests keep theirs
 USES = [
     radix_cache.DRAIN,
     BATCH,

@@ -17,6 +17,7 @@ from hcache_backend.capture.hooks import RecomputedRows
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.format.page import PageLayout
 from hcache_backend.host.loads import LoadQueue
+from hcache_backend.host.ports import HostPool
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.metrics import logger
 from hcache_backend.restore.report import RunningRestore
@@ -38,7 +39,7 @@ class HostPages(NamedTuple):
     shadows: int
 
 
-class OwnPagesPool(HostKVCache):
+class OwnPagesPool(HostKVCache, HostPool):
     """Our pages in host memory; opaque bytes to everything else in HiCache. Raises ValueError if
     the machine has not enough memory. HiCache's host indices are logical: the arena maps them to
     memory, which also holds the shadows of the device's pages. HiCache moves indices by ``layout``,
@@ -100,7 +101,7 @@ class OwnPagesPool(HostKVCache):
         )
         assert self.page_num == pages.host
 
-    def use(
+    def connect(
         self, loads: LoadQueue, capture: StagedCapture | None = None, frees_duplicates: bool = True
     ) -> None:
         """Give the pool its queue of loads and, if layers are captured, the capture.
@@ -143,8 +144,8 @@ class OwnPagesPool(HostKVCache):
         if indices.numel():
             host_pages = self.page_ids(indices)
             # First: tokens on the device may take rows back that are still to come.
-            for told in self.on_freed:
-                told(host_pages)
+            for callback in self.on_freed:
+                callback(host_pages)
             if self._capture is None:
                 self.arena.host_dropped(host_pages)
             else:
@@ -177,7 +178,7 @@ class OwnPagesPool(HostKVCache):
         """Copy pages (int64 ``[p]``) that were recomputed whole, and their ``rows``, from ``slots``
         (int64 ``[p * page_size]``, on the device), on the current stream."""
         # Rows first: the headers are there before others look at the pages.
-        fits = () if rows is None else (rows.save(self.arena.physical(host_pages)),)
+        fits = () if rows is None else (rows.save_rows(self.arena.physical(host_pages)),)
         self._save(host_pages, slots, *fits)
 
     def _save(self, host_pages: Ids, slots: torch.Tensor, *fits: torch.Tensor) -> None:
@@ -191,29 +192,29 @@ class OwnPagesPool(HostKVCache):
             with metrics.timed("host_backup"):
                 of_kv = self._kv.save(self.page_layout, self.kv_buffer, pages, slots)
             if of_kv is not None:
-                told = host_tensor(of_kv.shape, torch.bool, device)
-                fits = (*fits, told.copy_(of_kv, non_blocking=True))
+                on_host = host_tensor(of_kv.shape, torch.bool, device)
+                fits = (*fits, on_host.copy_(of_kv, non_blocking=True))
         if self._capture is not None:  # table entries were exchanged: rows may be on their way
             current_stream(device).wait(self._capture.transfers())
-        for note in self.on_backed_up:
-            note(host_pages, slots)
+        for callback in self.on_backed_up:
+            callback(host_pages, slots)
         if fits:
             self.arena.wait_for(host_pages)
             self._saved.append((current_stream(device).record(), host_pages, fits))
         else:
-            self.arena.settle(host_pages)
+            self.arena.stop_waiting(host_pages)
 
     def depth(self, host_pages: Ids) -> Ids:
         """:meth:`.Arena.depth` of pages (int64 ``[p]``), with all that has arrived."""
-        self.settle()
+        self.mark_arrived()
         depths = self.arena.depth(host_pages)
         if self._kv.by_header:
             for at, page in enumerate(self.arena.pages(host_pages, header=True)):
-                if self.page_layout.of(page) is None:
+                if self.page_layout.of_page(page) is None:
                     depths[at] = NOT_SETTLED
         return depths
 
-    def settle(self) -> None:
+    def mark_arrived(self) -> None:
         """Mark as lost the arrived pages that the codec does not hold."""
         saved, self._saved = self._saved, []
         for event, host_pages, fits in saved:
@@ -223,7 +224,7 @@ class OwnPagesPool(HostKVCache):
                 self._saved.append((event, host_pages, fits))
 
     def _arrived(self, host_pages: Ids, fits: npt.NDArray[np.bool_]) -> None:
-        lost = self.arena.arrived(host_pages, fits)
+        lost = self.arena.mark_saved(host_pages, fits)
         metrics.TOKENS.count("not_encodable", len(lost) * self.page_size)
         if len(lost) and not self._warned:
             self._warned = True
@@ -259,8 +260,8 @@ class OwnPagesPool(HostKVCache):
         for restore in self._restores:
             restore.wait_for_layer(layer_id)
         if layer_id == self.target_layer_num - 1:
-            for told in self.on_loaded:
-                told(self.page_ids(host_indices), device_indices)
+            for callback in self.on_loaded:
+                callback(self.page_ids(host_indices), device_indices)
             self._loads.count_finished()
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:

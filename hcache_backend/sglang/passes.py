@@ -21,7 +21,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from hcache_backend.checks.probe import Observation, Passed, is_quantised, probe_tokens
 from hcache_backend.projection.paged_pool import PagedPool
-from hcache_backend.ranks import Refused, smallest
+from hcache_backend.ranks import Group, Refused, smallest
 from hcache_backend.restore.recompute import RecomputePass, Recomputer
 from hcache_backend.sglang.arguments import NO_REQUEST, page_size, resolved
 from hcache_backend.sglang.compat import set_extend_range
@@ -41,7 +41,7 @@ def run_prompts(runner: Any, lengths: Sequence[int], before: int = 0) -> Passed:
             with _Stages() as stages, _without_prefill_graphs(runner):
                 forward = forward_batch(runner, prefill_batch(runner, prompts))
                 positions, token_ids = forward.positions.clone(), forward.input_ids.clone()
-                written = stages.run(runner, forward)
+                written = stages.run_pass(runner, forward)
             prefix = slots = written if prefix is None else torch.cat((prefix, written))
             runner.req_to_token_pool.clear()  # there may be one row only
         return Passed(forward, slots, positions, token_ids)
@@ -55,7 +55,7 @@ def run_again(runner: Any, lengths: Sequence[int], before: int = 0) -> Sequence[
 
 
 @torch.no_grad()
-def prefill_and_decode(runner: Any, tokens: int, ranks: Any, *, graphs: bool) -> torch.Tensor:
+def prefill_and_decode(runner: Any, tokens: int, ranks: Group, *, graphs: bool) -> torch.Tensor:
     """Run all but the last token of a prompt that begins as the probe, then the last one; returns
     the slots, int64 ``[tokens]``, at least two. The decode step uses a recorded CUDA graph, and
     with ``graphs`` the prefill too. Raises Refused if another of ``ranks`` failed."""
@@ -73,7 +73,7 @@ def prefill_and_decode(runner: Any, tokens: int, ranks: Any, *, graphs: bool) ->
                         elif problem is None:
                             prepare_decode(batch, prompt[-1:])
                         if problem is None:
-                            slots.append(stages.run(runner, forward_batch(runner, batch)))
+                            slots.append(stages.run_pass(runner, forward_batch(runner, batch)))
                     except Exception as error:
                         problem = error
                 [fine] = smallest(ranks, problem is None)
@@ -197,7 +197,7 @@ class _Stages(AbstractContextManager["_Stages"]):
         # Before anything can fail: the stage before this one waits until it is received.
         self._received = None if self._group.is_first_rank else self._group.recv_tensor_dict()
 
-    def run(self, runner: Any, batch: Any) -> torch.Tensor:
+    def run_pass(self, runner: Any, batch: Any) -> torch.Tensor:
         """Run this stage's model; returns the slots that it filled, int64 ``[n]``. Raises Refused
         if the stage before failed."""
         if self._received == {}:

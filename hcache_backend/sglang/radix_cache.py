@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from hcache_backend import metrics
-from hcache_backend.prefetch.eager_loads import is_on_device, slots_to
-from hcache_backend.prefetch.gate import harmless
+from hcache_backend.prefetch.gate import catching
 from hcache_backend.ranks import Turn
 from hcache_backend.sglang import waiting
 from hcache_backend.sglang.arguments import is_plain
 from hcache_backend.sglang.hook_registry import Hook, OnError, Original
 from hcache_backend.sglang.runtime import current
 from hcache_backend.sglang.storage_threads import gate_of, keys_to, our_l3, pages_per_report
+from hcache_backend.sglang.tree import is_on_device, slots_to
 
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 
@@ -27,24 +27,24 @@ def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     ours = controller if hasattr(controller, "begin_turn") else None
     if ours is not None or l3 is not None:
         cache.hicache_storage_pass_prefix_keys = True  # of the pages before a node that is written
-    with harmless():
+    with catching():
         waiting.left()
     result = original(cache, *a, **kw)
-    with harmless():
+    with catching():
         waiting.fetched(cache)
     if gate is not None:
-        gate.ask(turn)
+        gate.propose_ends(turn)
     if ours is not None:
         ours.begin_turn(turn)
     if l3 is not None:
-        l3.backups.ask(turn)
+        l3.backups.propose_holes(turn)
     turn.agree(cache._all_reduce_attn_groups)
     if gate is not None:
-        gate.hear()
+        gate.apply_ends()
     if ours is not None:
         ours.end_turn(turn)
     if l3 is not None:
-        l3.backups.hear(cache)
+        l3.backups.apply_holes(cache)
     return result
 
 
@@ -61,23 +61,23 @@ def around_drain(
     first prefetches that are read from the back hear of them, last those that are over are finished
     on all ranks. Of pipeline stages only the first one knows that they are there."""
     gate, controller = gate_of(cache), cache.cache_controller
-    with harmless():
+    with catching():
         n_storage_hit = waiting.with_room(cache, n_storage_hit)
     asked, reports = controller.prefetch_hit_queue.queue, controller.ack_prefetch_queue.queue
     taken = list(itertools.islice(reports, n_ack_prefetch or 0))
     running = [info.operation for info in cache.ongoing_prefetch.values() if taken]
     if getattr(controller, "eager", None) is not None:
         # Plugins are imported before SGLang can be.
-        from hcache_backend.sglang.controller import hear
+        from hcache_backend.sglang.controller import apply_reports
 
-        hear(taken, running, current().prefetches, controller.page_size)
+        apply_reports(taken, running, current().prefetches, controller.page_size)
     answered, l3 = list(itertools.islice(asked, n_storage_hit or 0)), our_l3(cache)
     if l3 is not None:
         l3.backups.answered(
             cache, list(itertools.islice(controller.ack_backup_queue.queue, n_backup))
         )
     result = original(cache, n_storage_hit, n_ack_prefetch, n_backup, *a, **kw)
-    with harmless():
+    with catching():
         over = [report.operation for report in taken if report.completed_req]
         for operation in over:
             if operation in running and _fell_short(operation, cache):
@@ -103,7 +103,7 @@ def around_prefetch(original: Original, cache: Any, request: Any, *a: Any, **kw:
     """First the gate says whether L3 is asked. Then our L3 hears of the prefix, and its keys."""
     given, asks = inspect.signature(original).bind(cache, request, *a, **kw), True
     asked = given.arguments
-    with harmless():
+    with catching():
         gate = gate_of(cache)
         if gate is not None and request not in cache.ongoing_prefetch:
             before = len(asked.get("matched_prefix_tokens") or ())
@@ -170,7 +170,7 @@ def after_backup(
 def around_events(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     """Around ``take_events``: SGLang publishes the events of L3 with its own."""
     events, l3 = original(cache, *a, **kw), our_l3(cache)
-    return events if l3 is None or l3.events is None else [*events, *l3.events.take()]
+    return events if l3 is None or l3.events is None else [*events, *l3.events.take_events()]
 
 
 def before_stop(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:

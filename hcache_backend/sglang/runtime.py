@@ -16,6 +16,7 @@ from hcache_backend.capture.staging import Staging
 from hcache_backend.config import HCacheConfig
 from hcache_backend.fingerprint import (
     TensorDigest,
+    Weights,
     digest_tensors,
     fingerprint,
     model_tensors,
@@ -40,17 +41,8 @@ from hcache_backend.sglang.groups import new_stage_group
 from hcache_backend.store import PageStore
 
 JUDGING = "judging L3 hits"  # a capability (start/capabilities.py)
-_UNTOLD = "the weights were updated and not all pipeline stages have said theirs"
+_PENDING = "the weights were updated and not all pipeline stages have said theirs"
 _REASONS = ("quarantined", "not_restorable", "flush_needed", "stages")
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Present weights of one pipeline stage or of all."""
-
-    fingerprint: bytes  # digest over all tensor-parallel ranks
-    suspended: str | None = None  # reason why L3 takes and gives nothing at present
-    whole: bytes = b""  # digest that does not depend on the number of ranks
 
 
 @dataclass
@@ -104,10 +96,10 @@ class Runtime:
     # why L3 is suspended, by the metric's label; the first reason in _REASONS counts
     _reasons: dict[str, str | None] = field(default_factory=lambda: dict.fromkeys(_REASONS))
     _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
-    _stages: PipelineStages | None = None
+    _stages: PipelineStages[Weights | None] | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _stand_in: Weights | None = None
-    _updates_untold: int = 0
+    _updates_pending: int = 0
 
     def use_own_pages(self, fields: dict[str, object], reason: str | None = None) -> None:
         """The host pool holds own pages. ``reason``: why no hidden states; None if it does."""
@@ -186,13 +178,13 @@ class Runtime:
     def read_weights(self) -> None:
         """Fingerprint the loaded weights. Every rank of every stage must call it at one point.
         Raises RuntimeError on all ranks if one could not read its weights."""
-        self._use_weights(self._tell_stages())
+        self._use_weights(self._gather_weights())
         self._suspend()
 
     def read_draft(self, runner: Any) -> None:
         """Fingerprint the weights of a draft model: pages of another one give other drafts."""
         self.draft, self.draft_digest = runner, os.urandom(16).hex()  # if it cannot be read
-        with metrics.harmless("draft", "pages of the draft model are not found again"):
+        with metrics.catching("draft", "pages of the draft model are not found again"):
             every, shared = model_tensors(runner.model), ("embed_tokens", "lm_head")
             tensors = [own for own in every if not any(part in own[0] for part in shared)]
             self.draft_digest = fingerprint([digest_tensors(tensors)]).hex()
@@ -211,15 +203,15 @@ class Runtime:
     def end_weight_update(self) -> None:
         """Weights have changed. L3 is suspended until a flush, and until all stages told theirs."""
         with self._lock:
-            self._updates_untold += 1
-            self._suspend(stages=_UNTOLD)
+            self._updates_pending += 1
+            self._suspend(stages=_PENDING)
             if self.weights is not None:  # whatever they are, they are not the old ones
                 unknown = os.urandom(16)
                 self._stand_in = Weights(unknown, self.weights.suspended, unknown)
                 self.weights = self._stand_in
         if self.draft is not None:
             self.read_draft(self.draft)
-        self._tell_stages().add_done_callback(self._all_stages_told)
+        self._gather_weights().add_done_callback(self._weights_gathered)
 
     def caches_were_flushed(self) -> None:
         """L1, L2 and the queues have nothing of the old weights: L3 may serve again."""
@@ -269,14 +261,14 @@ class Runtime:
                     logger.info("hcache: L3 serves again, in the namespace of the new weights")
             metrics.SUSPENDED.only(*(code for code, _ in known[:1]))
 
-    def _tell_stages(self) -> Future[list[Weights | None]]:
+    def _gather_weights(self) -> Future[list[Weights | None]]:
         """Tell the weights of this pipeline stage to all stages; returns those of all stages."""
         if self._stages is None:
             self._stages = PipelineStages(new_stage_group())
-        return self._stages.say(_stage_weights(self.runner.model))
+        return self._stages.gather(_stage_weights(self.runner.model))
 
-    def _use_weights(self, said: Future[list[Weights | None]]) -> None:
-        every = said.result()
+    def _use_weights(self, gathered: Future[list[Weights | None]]) -> None:
+        every = gathered.result()
         stages = [weights for weights in every if weights is not None]
         if len(stages) < len(every):
             raise RuntimeError("hcache: the weights could not be read")
@@ -287,14 +279,14 @@ class Runtime:
                 of_all_stages([stage.whole for stage in stages]),
             )
 
-    def _all_stages_told(self, said: Future[list[Weights | None]]) -> None:
+    def _weights_gathered(self, gathered: Future[list[Weights | None]]) -> None:
         with self._lock:
             try:
-                self._use_weights(said)
+                self._use_weights(gathered)
             except Exception as error:  # under the old fingerprint L3 must not serve again
                 self.begin_quarantine(str(error))
-            self._updates_untold -= 1
-            self._suspend(stages=_UNTOLD if self._updates_untold else None)
+            self._updates_pending -= 1
+            self._suspend(stages=_PENDING if self._updates_pending else None)
 
 
 _runtime: Runtime | None = None

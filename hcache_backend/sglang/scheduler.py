@@ -9,7 +9,7 @@ from typing import Any
 
 from hcache_backend import metrics
 from hcache_backend.metrics import logger
-from hcache_backend.prefetch.gate import harmless
+from hcache_backend.prefetch.gate import catching
 from hcache_backend.prefetch.slices import waits_for_gpu
 from hcache_backend.sglang import waiting
 from hcache_backend.sglang.arguments import is_plain
@@ -30,12 +30,12 @@ def around_received(original: Original, scheduler: Any, req: Any, *a: Any, **kw:
     and the gate hears of the request. Last, L3 hears of a node that is not backed up, behind which
     SGLang does not prefetch. A prefix that SGLang cannot look up, such as that of a streaming
     session, would end the scheduler: its request goes on without L3."""
-    with harmless():
+    with catching():
         prefetches, gate = current().prefetches, gate_of(scheduler.tree_cache)
         prefetches.scheduler = scheduler
         prefetches.plain = is_plain(req)
         if gate is not None and not req.storage_prefetch_retry_attempts:
-            prefetches.forget(req.rid)  # an earlier request may have had the same one
+            prefetches.forget_request(req.rid)  # an earlier request may have had the same one
         _note_waiting(scheduler)
     try:
         result = original(scheduler, req, *a, **kw)
@@ -43,11 +43,11 @@ def around_received(original: Original, scheduler: Any, req: Any, *a: Any, **kw:
         metrics.PROBLEMS.count("look_up")
         if type(error) not in _look_up_failures:
             _look_up_failures.add(type(error))
-            told = "hcache: SGLang cannot look up request %s in L3, and goes on without it (logged "
-            told += "once): %r. All but the first turn of a streaming session are such requests"
-            logger.warning(told, req.rid, error)
+            text = "hcache: SGLang cannot look up request %s in L3, and goes on without it (logged "
+            text += "once): %r. All but the first turn of a streaming session are such requests"
+            logger.warning(text, req.rid, error)
         return None
-    with harmless():
+    with catching():
         waiting.came(scheduler, req)
     cache, node = scheduler.tree_cache, req.last_host_node
     l3 = our_l3(cache)
@@ -60,7 +60,7 @@ def around_batch(original: Original, scheduler: Any, batch: Any, *a: Any, **kw: 
     """Around ``Scheduler.run_batch``: note the launch time of a prefill, and its work."""
     _note_waiting(scheduler)
     if batch.forward_mode.is_extend():
-        with harmless():
+        with catching():
             waiting.count_used(batch.reqs)
     gate, prefill = gate_of(scheduler.tree_cache), None
     if gate is not None and (work := _prefill_work(batch)) is not None:

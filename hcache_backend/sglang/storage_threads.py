@@ -4,10 +4,12 @@ reads a prefetch, one tells other ranks."""
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from hcache_backend.prefetch.eager import batch_pages
-from hcache_backend.prefetch.gate import HitGate, harmless
+from hcache_backend.prefetch.gate import HitGate, catching
+from hcache_backend.sglang.backups import Backups
 from hcache_backend.sglang.hook_registry import Hook, Original
 from hcache_backend.sglang.runtime import current
 
@@ -23,13 +25,32 @@ def gate_of(cache: Any) -> HitGate | None:
     return current().hit_gate if getattr(cache, "enable_storage", False) else None
 
 
-def our_l3(cache: Any) -> Any:
-    """The :class:`HCacheStorage` of ``cache``; None if its L3 is another one, or none."""
+class EventQueue(Protocol):
+    """Events for routers (:class:`.L3Events`)."""
+
+    def take_events(self) -> list[Any]: ...
+
+
+class OurL3(Protocol):
+    """Our storage backend (:class:`.HCacheStorage`)."""
+
+    backups: Backups
+
+    @property
+    def events(self) -> EventQueue | None: ...
+    def use(self, keys: Sequence[str]) -> None: ...
+    def stop(self, cache: Any) -> None: ...
+    def reaches(self, operation: Any) -> bool: ...
+    def wrote(self, operation: Any) -> None: ...
+
+
+def our_l3(cache: Any) -> OurL3 | None:
+    """The storage backend of ``cache``; None if its L3 is another one, or none."""
     return our_l3_of(getattr(cache, "cache_controller", None))
 
 
-def our_l3_of(controller: Any) -> Any:
-    backend = getattr(controller, "storage_backend", None)
+def our_l3_of(controller: Any) -> OurL3 | None:
+    backend: OurL3 | None = getattr(controller, "storage_backend", None)
     return backend if hasattr(backend, "backups") else None
 
 
@@ -64,13 +85,13 @@ def around_read(original: Original, controller: Any, operation: Any) -> Any:
         return original(controller, operation)
     size, prefetch = controller.page_size, gate.prefetches.of(operation)
     pages = len(operation.hash_value)
-    with harmless():
+    with catching():
         step = pages_per_report(controller, pages) * size
         gate.read_begins(prefetch, pages * size, step)
     try:
         return original(controller, operation)
     finally:
-        with harmless():
+        with catching():
             if prefetch.meeting is not None and not operation.is_terminated():
                 gate.l3.spared(prefetch.meeting.spared * size)
             gate.read_ends()

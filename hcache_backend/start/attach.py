@@ -31,7 +31,7 @@ from hcache_backend.sglang.arguments import (
     storage_extra_config,
 )
 from hcache_backend.sglang.compat import SUPPORTED, is_first, untested
-from hcache_backend.sglang.groups import attention_ranks, or_stop, said_by_all_ranks
+from hcache_backend.sglang.groups import attention_ranks, from_all_ranks, or_stop
 from hcache_backend.sglang.runtime import Runtime, current, remember
 from hcache_backend.start.capabilities import records_whole_prefills
 from hcache_backend.start.machine import judge_hits
@@ -290,14 +290,14 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
         in_mode += f" ({runtime.reason or STARTED_WITHOUT_US})"
     for name in sorted(options.FIXED_AT_START.intersection(asked_for or ())):
         asked, has = getattr(config, name), getattr(started, name)
-        told = in_mode if runtime.config is None else f"was started with {has!r}"
+        state = in_mode if runtime.config is None else f"was started with {has!r}"
         if name == "mode":  # the server's may differ from its option
             alike = asked == "auto" or (asked == "plain" and not runtime.own_pages)
-            has, told = asked if alike else runtime.mode or "kv", in_mode
+            has, state = asked if alike else runtime.mode or "kv", in_mode
         if name == "codec" and has == "auto" and asked != "auto":  # the codec that this server uses
             has = runtime.codec or "none"
         if asked != has:
-            wrong = f"hcache: option {name!r} is {asked!r} but this server {told}"
+            wrong = f"hcache: option {name!r} is {asked!r} but this server {state}"
             raise ConfigError(f"{wrong}; it can only change at a restart")
     if runtime.config is None:
         _check_late_start(runtime)
@@ -339,13 +339,13 @@ def _agree(
     if error is not None:
         problem = str(error) if known else f"hcache: {type(error).__name__}: {error}"
     knows_weights = joined is not None and joined.runtime.weights is not None
-    said = said_by_all_ranks((rank, problem, knows_weights))
+    gathered = from_all_ranks((rank, problem, knows_weights))
     if problem is not None:
         raise ConfigError(problem) from (None if known else error)
-    for other, its_problem, _ in said:
+    for other, its_problem, _ in gathered:
         if its_problem is not None:
             raise ConfigError(f"{its_problem} (on {other})")
-    if not all(knows for _, _, knows in said):
+    if not all(knows for _, _, knows in gathered):
         try:
             current().read_weights()
         except RuntimeError as failed:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackStrategy
@@ -80,6 +80,7 @@ from hcache_backend.start.machine import judge_hits, layer_methods
 from hcache_backend.start.page_plan import PagePlan
 from hcache_backend.start.sides import share_of_size, strategy_of, with_our_pool
 
+_P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
 _RESERVED = 0.5  # largest share of the device's pages that hits being read may reserve
@@ -141,7 +142,7 @@ class Start:
         self.server = Server(runtime, kvcache)
         self.projector = Projector(PagedPool(kvcache), kvcache.layer_num)
 
-    def step(self, work: Callable[..., _Result], *args: Any, **kw: Any) -> _Result:
+    def step(self, work: Callable[_P, _Result], *args: _P.args, **kw: _P.kwargs) -> _Result:
         groups = self._params.tp_cache_group, self._params.pp_cache_group
         return all_or_none(groups, work, *args, **kw)
 
@@ -193,7 +194,7 @@ class Start:
         step(specs.find)
         specs.measure()
         step(specs.check_writing)
-        step(specs.settle)
+        step(specs.use_agreed)
         try:
             self._check_capture(plan)
         except Refused as refused:
@@ -257,7 +258,7 @@ class Start:
                 pages = whole_pages(slots, plan.layout.page_size)
                 if plugin is not None:
                     most, ranks = plugin.allowed_change, self._params.tp_cache_group
-                    plan.layout = self.step(plugin.settle, plan.kv, plan.layout, pages, ranks)
+                    plan.layout = self.step(plugin.choose_pairs, plan.kv, plan.layout, pages, ranks)
                     if plugin.wants_model:
                         self._look_at_model(plan, slots)
                 self.step(check_lossy, plan.kv, plan.layout, pages, most)
@@ -306,7 +307,7 @@ class Start:
         for graphs, by_layer in ((False, True), (False, False), (True, False)):
             of_check = self._runner, check.tokens, ranks
             run = partial(passes.prefill_and_decode, *of_check, graphs=graphs)
-            self.step(check.save, run, seen=not graphs, by_layer=by_layer)
+            self.step(check.capture, run, seen=not graphs, by_layer=by_layer)
             self.step(check.restore, projector)
 
     def _observe(self) -> Probe:
@@ -413,9 +414,10 @@ def build_stack(
     runtime.eager = reason is None
     capture = _start_capture(runtime, pool, plan) if hidden else None
     pipeline = plan.pipeline(pool.kv_buffer, projector, order)
-    heard = runtime.l3.estimates.slowdown, runtime.cannot_restore
-    loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device, *heard)
-    pool.use(loads, capture, frees_duplicates=memory.hicache_write_policy == "write_back")
+    slowdown, failed = runtime.l3.estimates.slowdown, runtime.cannot_restore
+    methods, recomputer = plan.methods, plan.recomputer
+    loads = LoadQueue(pool.arena, pipeline, methods, recomputer, device, slowdown, failed)
+    pool.connect(loads, capture, frees_duplicates=memory.hicache_write_policy == "write_back")
     token_bytes = pool.size_per_token, page_plan.kv_bytes_per_token(kvcache)
     warn_of_small_host_pool(pool.size, int(kvcache.size), *token_bytes)
     kv_checks = KVChecks(runtime, pool, plan.kv)
@@ -427,8 +429,8 @@ def build_stack(
             pool.on_loaded.append(kv_checks.transferred)
     if plan.codec is not None and capture is not None:
         new_rows = partial(RecomputedRows, capture, plan.staging, plan.capture_hooks)
-        how = plan.codec, projector, plan.exchange, order
-        checks = ServiceChecks(runtime, pool, plan.hidden_layers, *how)
+        layers, codec, exchange = plan.hidden_layers, plan.codec, plan.exchange
+        checks = ServiceChecks(runtime, pool, layers, codec, projector, exchange, order)
         pool.on_freed.append(checks.freed)
         pool.on_backed_up.append(checks.transferred)
     if plan.plugin is not None and plan.observer is not None:
@@ -437,18 +439,19 @@ def build_stack(
     if hidden or runtime.eager:
         free_pages = ReservablePages(allocator, plan.capture_hooks if hidden else None)
     if runtime.eager:
-        reserved = max(1, int(kvcache.size // params.page_size * _RESERVED))
-        methods, seconds = plan.methods, config.recompute_ms / 1e3
+        most = max(1, int(kvcache.size // params.page_size * _RESERVED))
+        seconds = config.recompute_ms / 1e3
         known = methods.profile is not None
         budget = SliceBudget(seconds, methods.chunk_tokens, methods.layer, known=known)
-        both = runtime.l3, runtime.prefetches
-        eager = EagerLoads(free_pages, pool, pipeline, loads, reserved, budget, *both, new_rows)
-        runtime.on_weights_changed.append(eager.forget)
+        l3, prefetches = runtime.l3, runtime.prefetches
+        eager = EagerLoads(
+            free_pages, pool, pipeline, loads, most, budget, l3, prefetches, new_rows
+        )
+        runtime.on_weights_changed.append(eager.drop_restored)
     stages = StagePages(runtime, pool.arena, plan.pages.host, new_stage_group)
     judge = partial(judge_hits, runtime, config)
-    parts: tuple[Any, ...] = runtime, pool, loads, eager, stages, kv_checks, judge
-    hidden_parts: dict[str, Any] = {"capture": capture, "checks": checks, "layouts": layouts}
-    controller = partial(OwnPagesController, *parts, **hidden_parts)
+    made = partial(OwnPagesController, runtime, pool, loads, eager, stages, kv_checks, judge)
+    controller = partial(made, capture=capture, checks=checks, layouts=layouts)
     return with_our_pool(kvcache, pool, controller)
 
 
@@ -483,8 +486,8 @@ def _start_capture(runtime: Runtime, pool: OwnPagesPool, plan: PagePlan) -> Stag
     plan.capture_hooks.use(capture, tokens_only=plan.recomputer is not None)
     runtime.on_weights_changed.append(capture.ledger.forget)
     size = Staging.bytes_for(staging.layers, staging.row_bytes, staging.capacity) / 1e6
-    told = "hcache: capture: staging of %d tokens, %.0f MB of device memory"
-    logger.debug(told, staging.capacity, size)
+    text = "hcache: capture: staging of %d tokens, %.0f MB of device memory"
+    logger.debug(text, staging.capacity, size)
     return capture
 
 
@@ -493,7 +496,7 @@ def capture_nothing(runtime: Runtime) -> None:
     if (hooks := runtime.forwards.capture) is not None:
         # Recorded graphs read the targets of a step from this memory in every replay.
         runtime.forwards = Forwards(recorded=hooks.staging)
-        with metrics.harmless("staging_not_freed", "staging keeps its memory on the device"):
+        with metrics.catching("staging_not_freed", "staging keeps its memory on the device"):
             hooks.remove()
 
 

@@ -39,7 +39,7 @@ class Server:
     """A server whose capabilities are asked for."""
 
     runtime: Runtime
-    pool: Any = None  # SGLang's KV pool, ...
+    kvcache: Any = None  # SGLang's KV pool, ...
     allocator: Any = None  # ...and the allocator of its pages, if known
     exchanges: bool = False  # restores have collectives between ranks
     config: HCacheConfig | None = None
@@ -51,14 +51,14 @@ class Server:
     @property
     def other_device(self) -> str | None:
         """A device that is neither a CPU nor one of CUDA; ROCm calls its own ``cuda``."""
-        kind = str(self.pool.device).partition(":")[0]
+        kind = str(self.kvcache.device).partition(":")[0]
         if kind == "cuda" and torch.version.hip:
             return "ROCm"
         return kind if kind not in ("cpu", "cuda") else None
 
     @property
     def on_gpu(self) -> bool:
-        return str(self.pool.device) != "cpu"
+        return str(self.kvcache.device) != "cpu"
 
     @property
     def algorithm(self) -> Any:
@@ -143,7 +143,7 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
         Need("draft layers (MTP) whose KV pool is unlike the model's",
              lambda s: any(
                  (type(pool), pool.page_size, pool.dtype, pool.layer_num)
-                 != (type(s.pool), s.pool.page_size, s.pool.dtype, 1)
+                 != (type(s.kvcache), s.kvcache.page_size, s.kvcache.dtype, 1)
                  for pool in packed_drafts(s.runtime.runner)),
              "the KV pool of a draft layer is unlike the model's"),
         Need("context-parallel attention",
@@ -158,19 +158,19 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
              lambda s: s.hybrid and _unusual(s),
              "a hybrid model with {}"),
         Need("quantised KV other than fp8",
-             lambda s: s.pool.dtype not in TOLERANCE and s.pool.dtype,
+             lambda s: s.kvcache.dtype not in TOLERANCE and s.kvcache.dtype,
              "KV quantised as {}"),
         Need("quantised KV with scales in buffers of their own",
-             lambda s: getattr(s.pool, "k_scale_buffer", None) is not None
-             or hasattr(getattr(s.pool, "quant_method", None), "k_scales_gpu"),
+             lambda s: getattr(s.kvcache, "k_scale_buffer", None) is not None
+             or hasattr(getattr(s.kvcache, "quant_method", None), "k_scales_gpu"),
              "quantised KV with scales in buffers of their own"),
         Need("KV pools that are not `[slots, heads, head_dim]`",
-             lambda s: planes_of(s.pool, 0)[0].dim() != 3,
+             lambda s: planes_of(s.kvcache, 0)[0].dim() != 3,
              "the KV pool is not [slots, heads, head_dim]"),
     ),
     HIDDEN: (
         _PACKED,
-        Need("MLA", lambda s: holds_latents(s.pool),
+        Need("MLA", lambda s: holds_latents(s.kvcache),
              "latents of MLA are smaller than hidden states"),
         _HYBRID,
         Need("drafts in trees (`--speculative-eagle-topk`, "
@@ -238,8 +238,8 @@ def refuse(capability: str, server: Server, known: str | None = None) -> None:
 def tell(runtime: Runtime) -> None:
     """Log the capabilities that the server goes without, after the line about its host pool."""
     if runtime.unused:
-        said = "; ".join(f"{what} ({reason})" for what, reason in runtime.unused.items())
-        logger.info("hcache: not used: %s", said)
+        listed = "; ".join(f"{what} ({reason})" for what, reason in runtime.unused.items())
+        logger.info("hcache: not used: %s", listed)
     count(runtime)
 
 
@@ -289,7 +289,7 @@ def _unusual(server: Server) -> str | None:
     if server.args.disaggregation_mode != "null":
         return "P/D disaggregation"
     states = isinstance(server.runtime.runner.token_to_kv_pool, HybridLinearKVPool)
-    return "states and pages of one token" if states and server.pool.page_size == 1 else None
+    return "states and pages of one token" if states and server.kvcache.page_size == 1 else None
 
 
 def _pool_grows() -> bool:

@@ -23,7 +23,7 @@ from hcache_backend.plan.restore import CHUNK_TOKENS, L3Path, Partition, Restore
 from hcache_backend.restore.exchange import shard_of_rank
 from hcache_backend.sglang import hooks
 from hcache_backend.sglang.arguments import ranks_of_a_request, resolved
-from hcache_backend.sglang.groups import attention_ranks, or_stop, said_by_all_ranks
+from hcache_backend.sglang.groups import attention_ranks, from_all_ranks, or_stop
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start import page_plan
 from hcache_backend.start.capabilities import EAGER, JUDGING, Server, refusal
@@ -135,8 +135,8 @@ def known_partition(wanted: Partition | None, recorded: PartitionRecord | None) 
         return partition, reason
     if wanted != partition:
         has = f"the store has pages of this model with {describe(partition)} ({reason})"
-        told = "hcache: partition: the options want %s, and %s: neither finds the other's"
-        logger.warning(told, describe(wanted), has)
+        text = "hcache: partition: the options want %s, and %s: neither finds the other's"
+        logger.warning(text, describe(wanted), has)
     return wanted, "by an option"
 
 
@@ -166,7 +166,7 @@ def settle(dirs: Sequence[Path], name: str, record: PartitionRecord) -> Partitio
 
 
 def find_profile(
-    runtime: Any, config: HCacheConfig, kvcache: Any, shape: ModelShape
+    runtime: Runtime, config: HCacheConfig, kvcache: Any, shape: ModelShape
 ) -> Profile | None:
     """The profile of option ``profile``, a kept one, or a new quick one, which ``runtime`` keeps
     for the folders; None if measuring fails. Raises ConfigError if the option names none."""
@@ -273,10 +273,10 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
         wrong = str(error)
     except Exception as error:  # pools of several kinds, for which there is no cost model
         logger.info("hcache: L3 hits are judged by measurements in service alone: %s", error)
-    said = said_by_all_ranks((measured, wrong))
-    for problem in filter(None, (problem for _, problem in said)):
+    gathered = from_all_ranks((measured, wrong))
+    for problem in filter(None, (problem for _, problem in gathered)):
         raise ConfigError(problem)
-    found = next(filter(None, (measured for measured, _ in said)), None)
+    found = next(filter(None, (measured for measured, _ in gathered)), None)
     if found is None:
         return None
     profile, shape = found

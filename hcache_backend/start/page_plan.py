@@ -28,7 +28,7 @@ from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.paged_pool import planes_of
 from hcache_backend.projection.projector import Projector
-from hcache_backend.ranks import Refused, all_or_none
+from hcache_backend.ranks import Group, Refused, all_or_none
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange, shard_of_rank
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
@@ -157,8 +157,8 @@ class PagePlan:
     ) -> RestorePipeline:
         """Restores of these pages, whose bytes are ``memory``."""
         layers, most = self.restored_layers(projector), self.methods.chunk_tokens
-        how: dict[str, Any] = {"exchange": self.exchange, "order": order}
-        return RestorePipeline(memory, self.layout, layers, most, self.kvcache.device, **how)
+        device, exchange = self.kvcache.device, self.exchange
+        return RestorePipeline(memory, self.layout, layers, most, device, exchange, order)
 
     def find_room(self) -> None:
         """Divide host memory, and take staging for capture; Refused without room."""
@@ -190,9 +190,9 @@ def make_exchange(what: str, rows: Sequence[torch.Tensor], page_size: int) -> Ex
     exchange = Exchange.between(ranks.ranks[first : first + shards], device)
     problem = exchange.check(device)
     flat = torch.cat([each.flatten() for each in rows]).view(torch.uint8).cpu().numpy()
-    said = ranks.all_gather_object((problem, xxhash.xxh3_64_intdigest(flat.data)))
-    problem = first_problem(problem for problem, _ in said)
-    if problem is None and len({digest for _, digest in said}) > 1:
+    gathered = ranks.all_gather_object((problem, xxhash.xxh3_64_intdigest(flat.data)))
+    problem = first_problem(problem for problem, _ in gathered)
+    if problem is None and len({digest for _, digest in gathered}) > 1:
         problem = f"{what} differ between tensor-parallel ranks"
     if problem is not None:
         raise Refused(problem)
@@ -261,7 +261,7 @@ def _encoding_segments(
     return KVSegments(*every, shard, groups, codec, drafts)
 
 
-def choose_codec(group: Any, runtime: Runtime, probe: Probe, projector: Projector) -> Codec:
+def choose_codec(group: Group, runtime: Runtime, probe: Probe, projector: Projector) -> Codec:
     """The wanted codec of hidden states if all ranks of ``group`` can use it, or the exact one."""
     rows = probe.hidden[0]
     wanted = asked_codec(runtime, rows.dtype)
@@ -300,12 +300,12 @@ def _proven(name: str, probe: Probe, projector: Projector) -> Codec:
     if lost == tried:
         raise Refused(f"it cannot hold one of the {lost} tokens of the self-check")
     if lost:
-        told = (
+        text = (
             "hcache: codec %r cannot encode %d of the %d tokens that were tried; pages with such "
             "tokens do not go to L3 (option 'codec')"
         )
         level = logging.WARNING if lost > _UNENCODABLE_SHARE * tried else logging.INFO
-        logger.log(level, told, codec.name, lost, tried)
+        logger.log(level, text, codec.name, lost, tried)
     return codec
 
 
@@ -382,7 +382,12 @@ def _gigabytes(*sizes: float) -> list[str]:
 
 
 def take_staging(
-    runner: Any, layers: int, width: int, dtype: torch.dtype, device: Any, recorded_tokens: int = 0
+    runner: Any,
+    layers: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    recorded_tokens: int = 0,
 ) -> Staging:
     """Staging for ``layers`` captured ones, in the memory that SGLang left beside its KV pool.
     Raises Refused if that is too small. It holds two layers of the longest eager forward pass; two

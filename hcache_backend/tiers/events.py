@@ -47,7 +47,7 @@ class L3Events:
         if hashes:
             self._add(BlockRemoved(block_hashes=hashes, medium=StorageMedium.DISK), len(hashes))
 
-    def take(self) -> list[Any]:
+    def take_events(self) -> list[Any]:
         """All events that wait, in order."""
         with self._lock:
             taken, self._waiting, self._pages = self._waiting, [], 0

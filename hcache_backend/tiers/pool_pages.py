@@ -64,8 +64,8 @@ class PoolPages:
             )
         if of_kv and not self._any_ranks and not shared:
             only = "with --hicache-mem-layout page_head only, and not those of MLA"
-            told = "hcache: 'tp_lcm_size' is ignored: KV pages can be divided by heads %s"
-            logger.warning(told, only)
+            text = "hcache: 'tp_lcm_size' is ignored: KV pages can be divided by heads %s"
+            logger.warning(text, only)
         if mla and ranks > 1 and divided and name != PoolName.MAMBA:
             logger.warning(
                 f"hcache: pool {name} is divided over the ranks and SGLang backs up the first "
@@ -99,7 +99,7 @@ class PoolPages:
 
     def ranks(self) -> list[dict[str, object]]:
         """Of each rank of the server, the :meth:`fields` that tell its pages from other ranks'."""
-        fields: Any = self.fields(0)
+        fields: dict[str, Any] = {**self.fields(0)}
         names = [name for name in ("pp", "cp", "dcp", "tp") if name in fields]
         of_each = ([[n, fields[name][1]] for n in range(fields[name][1])] for name in names)
         return [dict(zip(names, rank, strict=True)) for rank in product(*of_each)]

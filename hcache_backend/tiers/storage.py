@@ -26,11 +26,11 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend import metrics
+from hcache_backend.fingerprint import Weights
 from hcache_backend.format.envelope import PageKeys, PageName
 from hcache_backend.metrics import logger
 from hcache_backend.sglang.arguments import may_be, page_size, warn_of_small_host_pool
 from hcache_backend.sglang.backups import Backups
-from hcache_backend.sglang.runtime import Weights
 from hcache_backend.start import attach
 from hcache_backend.tiers.events import L3Events
 from hcache_backend.tiers.pool_pages import PoolPages
@@ -163,7 +163,7 @@ class HCacheStorage(HiCacheStorage):
     def use(self, keys: Sequence[str]) -> None:
         """A request uses the pages ``keys`` of its prompt, from the first one on, in any tier: L3
         sees no uses in L1 or L2. Any thread; never waits, and takes as long for any prompt."""
-        with _harmless("use"):
+        with _catching("use"):
             for pool in list(self._pools):
                 first = max(0, len(keys) - self._windows.get(pool, len(keys)))
                 for namespace in self._namespaces(pool):
@@ -174,7 +174,7 @@ class HCacheStorage(HiCacheStorage):
         pages before it. A shared tier may have those that the page store lacks."""
         if not self.backups.on or self._tier.shares or not operation.prefix_keys:
             return True
-        with _harmless("exists"):
+        with _catching("exists"):
             before = self._pages(PoolName.KV, operation.prefix_keys) or ()
             if all(all(self._tier.local.exists(part)) for part in before):
                 return True
@@ -192,7 +192,7 @@ class HCacheStorage(HiCacheStorage):
             self.events.stored(keys, there, operation.prefix_keys or (), operation.token_ids)
 
     def _evicted(self, names: Sequence[PageName]) -> None:
-        with _harmless("events"):
+        with _catching("events"):
             if self.events is not None:
                 ours = self._namespaces(PoolName.KV)  # pages of other pools have the same keys
                 self.events.evicted([name.key for name in names if name.namespace in ours])
@@ -209,7 +209,7 @@ class HCacheStorage(HiCacheStorage):
     def clear(self) -> None:
         """Delete the pages of this server's namespaces; other models in the folders stay."""
         self.backups.forget()
-        with _harmless("clear"):
+        with _catching("clear"):
             self._tier.drop(self._namespaces())
 
     def get_stats(self) -> StorageMetrics:
@@ -232,7 +232,7 @@ class HCacheStorage(HiCacheStorage):
         self, keys: Sequence[str], host_indices: Any, pool: str = PoolName.KV, extra: _Extra = None
     ) -> list[bool]:
         found = [False] * len(keys)
-        with _harmless("get"):
+        with _catching("get"):
             pages = self._pages(pool, keys, extra)
             buffers = self._pools[pool].memory(host_indices, len(keys), read=True)
             if pages is not None and buffers is not None:
@@ -244,7 +244,7 @@ class HCacheStorage(HiCacheStorage):
     def _set(
         self, keys: Sequence[str], host_indices: Any, pool: str = PoolName.KV, extra: _Extra = None
     ) -> None:
-        with _harmless("set"):
+        with _catching("set"):
             pages = self._pages(pool, keys, extra)
             buffers = self._pools[pool].memory(host_indices, len(keys), read=False)
             if pages is None:
@@ -257,7 +257,7 @@ class HCacheStorage(HiCacheStorage):
         """A window or a state at the end of a hit did not come. Read those before it, the last one
         first, up to one that is whole. The store forgets the others: the next hit ends there."""
         chain, size = [*before, *(transfer.keys or ())], len(transfer.keys or ())
-        with _harmless("get"):
+        with _catching("get"):
             while lengths := _usable_lengths(self._exists(chain, transfer.name), transfer):
                 keys = chain[max(0, max(lengths) - size) : max(lengths)]
                 rows = len(keys) * self._pools[transfer.name].host_pool.page_size
@@ -280,7 +280,7 @@ class HCacheStorage(HiCacheStorage):
         if not self._promises_hits:
             metrics.LOOKUPS.count("not_promised", len(keys))
             return found
-        with _harmless("exists"):
+        with _catching("exists"):
             pages = self._pages(pool, keys)
             if pages is None:
                 metrics.LOOKUPS.count("suspended", len(keys))
@@ -338,18 +338,18 @@ class HCacheStorage(HiCacheStorage):
 
     def _drop_own_pages(self) -> None:
         dropped = 0
-        with _harmless("drop"):
+        with _catching("drop"):
             dropped = self._tier.quarantine(self._namespaces())
         logger.error("hcache: %d pages that this server wrote were deleted", dropped)
 
 
 def _report(joined: attach.Joined, config: HiCacheStorageConfig) -> None:
-    with _harmless("report"):
+    with _catching("report"):
         attach.leave_report(joined, config)
 
 
-def _harmless(what: str) -> AbstractContextManager[None]:
-    return metrics.harmless(f"storage_{what}", f"storage {what} failed; it counts as a miss")
+def _catching(what: str) -> AbstractContextManager[None]:
+    return metrics.catching(f"storage_{what}", f"storage {what} failed; it counts as a miss")
 
 
 def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> list[str]:

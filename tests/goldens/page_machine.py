@@ -141,7 +141,7 @@ class Machine:
     def _fill(self) -> None:
         """As a backup does: header, rows, K and V, then what proves the page."""
         layout, page = self.layout, self.memory[0].numpy()
-        layout.begin(page, self.namespace, WRITER)
+        layout.begin_header(page, self.namespace, WRITER)
         layout.positions(page)[:] = np.arange(self.kind.page) + SECOND_PAGE * self.kind.page
         layout.token_ids(page)[:] = np.arange(self.kind.page) * 7 + 100
         hidden = self.plan.methods.layers("hidden")

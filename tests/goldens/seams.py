@@ -245,7 +245,7 @@ def _watch_work(trace: Trace) -> None:
     around(OwnPagesController, "begin_turn", turn)
     around(OwnPagesController, "_page_get_zero_copy", read)
     around(RestorePipeline, "start", start)
-    around(Recomputer, "run", run)
+    around(Recomputer, "recompute", run)
     around(HitGate, "agreed", agreed)
     around(SharedBackend, "get", hang)
 
@@ -300,7 +300,7 @@ BEFORE: dict[str, dict[str, Any]] = {
         ),
     },
     "hcache_backend.arena:Arena": {
-        "lose": lambda arena, host_pages: (
+        "mark_lost": lambda arena, host_pages: (
             f"lose {pages(len(host_pages))} of the host" if len(host_pages) else ""
         ),
     },
@@ -354,7 +354,7 @@ AFTER: dict[str, dict[str, Any]] = {
         "reserve": lambda _, eager, prefetch, keys, *__: (
             f"reserve device pages for {pages(len(keys))} that are read"
         ),
-        "adopt": lambda handed, eager, host_pages: (
+        "hand_out": lambda handed, eager, host_pages: (
             f"hand out reserved device pages: {int(handed.ready.sum())} of "
             f"{pages(len(host_pages))} are restored"
             if handed is not None

@@ -43,7 +43,7 @@ def load_queue() -> Any:
 
 class Scene:
     """Pages whose first layer is recomputed and whose second is loaded. It stands for the model:
-    ``run`` notes which slots recomputation would read and write."""
+    ``recompute`` notes which slots recomputation would read and write."""
 
     def __init__(self) -> None:
         layout = PageLayout(PAGE, (RECOMPUTED, hidden_layer(PAGE, WIDTH, WIDTH)))
@@ -70,7 +70,7 @@ class Scene:
         self.seen_slots = torch.zeros_like(self.slots)
         self.rounds = 0
 
-    def run(self, layers: int, positions: Any, slots: Any, spans: Any) -> None:
+    def recompute(self, layers: int, positions: Any, slots: Any, spans: Any) -> None:
         self.seen_before.copy_(spans[0].prefix)
         self.seen_slots.copy_(slots)
 
@@ -83,7 +83,7 @@ class Scene:
         """The same, that does not keep ``prefix``."""
 
         def fill(positions: npt.NDArray[np.int64], slots: torch.Tensor) -> None:
-            self.run(1, positions, slots, [TokenSpan(np.empty(0, np.int64), prefix)])
+            self.recompute(1, positions, slots, [TokenSpan(np.empty(0, np.int64), prefix)])
 
         return Recompute(1, fill, self.forwards)
 

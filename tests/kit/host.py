@@ -103,7 +103,7 @@ class Host:
         self.pipeline = RestorePipeline(self.pool.kv_buffer, layout, restored, 8 * PAGE, "cpu")
         methods = Restore(None, None, Partition(0, 0, layers), chunk_tokens=8 * PAGE)
         self.loads = LoadQueue(self.pool.arena, self.pipeline, methods, None, "cpu")
-        self.pool.use(self.loads)
+        self.pool.connect(self.loads)
 
     def back_up(self, *pages: int) -> torch.Tensor:
         host = self.pool.alloc(PAGE * len(pages))
@@ -114,11 +114,11 @@ class Host:
 
     def backed_up(self, *pages: int) -> torch.Tensor:
         host = self.back_up(*pages)
-        self.pool.settle()
+        self.pool.mark_arrived()
         return host
 
     def load(self, host: torch.Tensor, *pages: int) -> torch.Tensor:
-        self.loads.add(QueuedLoad(self.pool.page_ids(host)), slots_of(*pages))
+        self.loads.add_load(QueuedLoad(self.pool.page_ids(host)), slots_of(*pages))
         for layer in range(len(self.device.k_buffer)):
             self.pool.load_to_device_per_layer(self.device, host, slots_of(*pages), layer, "kernel")
         return bits(self.device, *pages)
@@ -148,11 +148,14 @@ def bare_controller(
     """A controller without SGLang's part, for one rank, whose prompts begin with its pages.
     ``fields`` are SGLang's."""
     nothing = SimpleNamespace(
-        failed=False, ask=lambda turn: None, hear=lambda: None, forget=lambda: None
+        failed=False,
+        propose_checks=lambda turn: None,
+        apply_checks=lambda: None,
+        drop_waiting=lambda: None,
     )
     stages = SimpleNamespace(
         alone=True,
-        talk=lambda: None,
+        exchange_messages=lambda: None,
         have=lambda pages: True,
         decide=lambda verdict: verdict,
         backed_up=lambda pages: None,

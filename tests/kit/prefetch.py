@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from hcache_backend.prefetch.estimates import Estimates, L3Progress
@@ -37,7 +38,8 @@ class Operation:
 
     @meeting.setter
     def meeting(self, meeting: Meeting | None) -> None:
-        self.prefetches.of(self).meeting = meeting
+        prefetch = self.prefetches.of(self)
+        prefetch.meeting, prefetch.token_ids = meeting, np.array(self.token_ids)
 
     def is_terminated(self) -> bool:
         return self.terminated
@@ -65,7 +67,7 @@ def eager_over(
         "page_size": size,
         "page_layout": SimpleNamespace(page_bytes=1),
         "on_freed": [],
-        "settle": lambda: None,
+        "mark_arrived": lambda: None,
         "page_ids": lambda indices: indices[::size].numpy() // size,
         "arena": SimpleNamespace(**arena),
     }

@@ -16,9 +16,9 @@ def alone(numbers: torch.Tensor, operation: Any) -> None:
 
 def turn_of_checks(checks: Any, reduce: Reduce = alone) -> None:
     turn = Turn()
-    checks.ask(turn)
+    checks.propose_checks(turn)
     turn.agree(reduce)
-    checks.hear()
+    checks.apply_checks()
 
 
 def turn_of(part: Any, cache: Any, reduce: Reduce = alone) -> None:
@@ -29,22 +29,22 @@ def turn_of(part: Any, cache: Any, reduce: Reduce = alone) -> None:
         turn.agree(reduce)
         part.end_turn(turn)
     else:
-        part.ask(turn)
+        part.propose_slices(turn)
         turn.agree(reduce)
-        part.hear()
+        part.apply_slices()
 
 
 def recompute(eager: Any, reduce: Reduce = alone) -> None:
     turn = Turn()
     eager._offer(turn)
     turn.agree(reduce)
-    eager.hear()
+    eager.apply_slices()
 
 
 def answered(pairs: Any, reduce: Reduce = alone) -> bool:
     """A turn of pairs of nodes: whether the first node waits no more."""
     turn = Turn()
-    pairs.look(turn)
+    pairs.propose_answer(turn)
     turn.agree(reduce)
-    found: bool = pairs.answered()
+    found: bool = pairs.apply_answer()
     return found

@@ -50,11 +50,11 @@ UNIT = {
         "restore/report.py:wait current_stream(self.device).wait(event)",
     ],
     "eager, from the back": [
-        "restore/report.py:save stream.wait(self.layers[-1])",
-        "restore/report.py:save stream.keep(slots)",
+        "restore/report.py:save_recomputed stream.wait(self.layers[-1])",
+        "restore/report.py:save_recomputed stream.keep(slots)",
     ],
     "eager, from the back, hidden states": [
-        "capture/hooks.py:save current_stream(capture.device).keep(rows)"
+        "capture/hooks.py:save_rows current_stream(capture.device).keep(rows)"
     ],
     "loads": [
         "restore/pipeline.py:start self._copy.wait(behind)",

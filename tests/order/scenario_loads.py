@@ -100,14 +100,16 @@ class Loading:
                 recompute = rows.taken_from(recompute)
             restore = self.pipeline.start_recomputation(recompute, positions, slots, due.after)
             if due.unread:
-                restore.save(self.saving, slots, partial(self._save, due.host_pages, slots, rows))
+                restore.save_recomputed(
+                    self.saving, slots, partial(self._save, due.host_pages, slots, rows)
+                )
             self.eager.recomputed(due, restore)
 
     def _save(
         self, host_pages: npt.NDArray[np.int64], slots: torch.Tensor, rows: RecomputedRows
     ) -> None:
         pages = self.arena.physical(host_pages)
-        rows.save(pages)
+        rows.save_rows(pages)
         self.pool.save(pages, slots)
 
     def load_behind_a_pass(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +136,7 @@ class Loading:
     def start(self, load: QueuedLoad, slots: torch.Tensor) -> list[Any]:
         """HiCache queues and starts a load; an event behind each layer."""
         engine = self.engine
-        self.queue.add(load, slots)
+        self.queue.add_load(load, slots)
         engine.loads_wait()
         with self.checker.on(engine.loading):
             slots.record_stream(engine.loading)  # as HiCache does with its indices
@@ -146,18 +148,18 @@ class Loading:
 
     def arrived(self, prefetch: Hashable, pages: int, start: int = 0) -> None:
         """Some pages of a prefetch are there, beside a forward pass over other tokens."""
-        self.eager.arrived(prefetch, pages, start)
+        self.eager.restore_arrived(prefetch, pages, start)
         for _ in range(2):
             self._recompute()
         self.forward(1)
 
-    def adopt(self, pages: range, prefix: torch.Tensor) -> torch.Tensor:
+    def hand_out(self, pages: range, prefix: torch.Tensor) -> torch.Tensor:
         """A load gets what was prepared for it; its slots."""
         load = self.plan(pages, prefix)
-        load.adopted = self.eager.adopt(load.host_pages)
-        assert load.adopted is not None
-        self.launch(load, load.adopted.slots)
-        return load.adopted.slots
+        load.prepared = self.eager.hand_out(load.host_pages)
+        assert load.prepared is not None
+        self.launch(load, load.prepared.slots)
+        return load.prepared.slots
 
     def host_pages_are_read_to(self, pages: int) -> None:
         """The first host pages are freed, and L3 is read to there."""
@@ -200,13 +202,13 @@ def loads_whose_recomputation_fails(checker: Checker) -> None:
 
 
 def eager(checker: Checker, **kind: Any) -> None:
-    """Prefetches that are restored while they are read, adopted or given back."""
+    """Prefetches that are restored while they are read, handed out or given back."""
     with checked(checker, **kind) as loading:
-        loading.begin("adopted", range(9))
+        loading.begin("handed out", range(9))
         for pages in (2, 5, 9):
-            loading.arrived("adopted", pages)
-        loading.eager.end("adopted")
-        loading.adopt(range(9), loading.before_prefetch)
+            loading.arrived("handed out", pages)
+        loading.eager.end("handed out")
+        loading.hand_out(range(9), loading.before_prefetch)
 
         loading.begin("given back", range(6))
         for pages in (3, 6):
@@ -220,14 +222,14 @@ def eager(checker: Checker, **kind: Any) -> None:
 def eager_from_the_back(checker: Checker, partition: Partition) -> None:
     """Front pages are recomputed whole, and saved, while the others are read."""
     with checked(checker, partition) as loading:
-        for adopted in (True, False):
+        for handed_out in (True, False):
             loading.begin("met", range(9), unread=3)
             loading.arrived("met", 9, start=7)
             loading.arrived("met", 9, start=4)
             loading.eager.end("met")
-            if not adopted:  # somebody takes what was reserved: the load copies from the host
+            if not handed_out:  # somebody takes what was reserved: the load copies from the host
                 loading.forward(loading.free.count() + 9)
-            loading.free.give(loading.adopt(range(9), loading.before_prefetch))
+            loading.free.give(loading.hand_out(range(9), loading.before_prefetch))
 
         loading.begin("given back", range(6), unread=3)
         loading.arrived("given back", 6, start=5)
@@ -238,22 +240,22 @@ def eager_from_the_back(checker: Checker, partition: Partition) -> None:
 
 def eager_behind_what_was_restored_ahead(checker: Checker) -> None:
     """Pages are recomputed whole behind others that were copied, by their own prefetch, and by one
-    whose pages were adopted: for a load that no forward pass has waited for."""
+    whose pages were handed out: for a load that no forward pass has waited for."""
     with checked(checker, Partition(0, 0, 3)) as loading:
         loading.begin("own", range(4), unread=3)
         loading.arrived("own", 2)
         loading.eager.end("own")
 
-        loading.begin("adopted", range(4, 8))
-        loading.eager.arrived("adopted", 4)
+        loading.begin("handed out", range(4, 8))
+        loading.eager.restore_arrived("handed out", 4)
         load = loading.plan(range(4, 8), loading.before_prefetch)
-        load.adopted = loading.eager.adopt(load.host_pages)
-        assert load.adopted is not None
-        loading.before_prefetch = load.adopted.slots
-        done = loading.start(load, load.adopted.slots)
+        load.prepared = loading.eager.hand_out(load.host_pages)
+        assert load.prepared is not None
+        loading.before_prefetch = load.prepared.slots
+        done = loading.start(load, load.prepared.slots)
         loading.begin("behind it", range(8, 11), unread=3)
         loading.arrived("behind it", 3, start=2)
-        loading.engine.forward(load.adopted.slots.clone(), done)
+        loading.engine.forward(load.prepared.slots.clone(), done)
 
 
 def eager_behind_an_unknown_prefix(checker: Checker) -> None:
@@ -265,7 +267,7 @@ def eager_behind_an_unknown_prefix(checker: Checker) -> None:
         loading.eager.end("late")
         prefix = loading.free.take(4)
         loading.engine.forward(prefix)
-        loading.adopt(range(4, 10), prefix)
+        loading.hand_out(range(4, 10), prefix)
 
 
 def sends(checker: Checker, *, at_once: bool = False) -> None:

@@ -51,6 +51,6 @@ def probes(checker: Checker) -> None:
         with checker.on(forward):
             keys[node * TOKENS : (node + 1) * TOKENS] = 1.0  # the node's own forward pass
         with checker.on(schedule):
-            pairs.ask(tree, [node])
+            pairs.add_node(tree, [node])
             slots_of(node, 0)
             answered(pairs)

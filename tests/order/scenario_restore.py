@@ -101,15 +101,15 @@ class Pool:
         if self.layout.shard.of > 1:
             self.links.add_(1)
 
-    def recompute(self, layers: int) -> Recompute | None:
+    def recomputation(self, layers: int) -> Recompute | None:
         """How the first ``layers`` of tokens without a prefix are recomputed; none if 0."""
 
         def fill(positions: npt.NDArray[np.int64], slots: torch.Tensor) -> None:
-            self.run(layers, streams.to_device(positions, GPU), slots, ())
+            self.recompute(layers, streams.to_device(positions, GPU), slots, ())
 
         return Recompute(layers, fill, self.stream()) if layers else None
 
-    def run(
+    def recompute(
         self, layers: int, positions: torch.Tensor, slots: torch.Tensor, spans: Iterable[TokenSpan]
     ) -> None:
         """Recompute the first layers, as :class:`hcache_backend.restore.recompute.Recomputer`."""
@@ -192,7 +192,9 @@ def restores(
         engine.loads_wait()
         with checker.on(engine.loading):
             slots.record_stream(engine.loading)  # as HiCache does with its indices
-            done = engine.layers_done([pipeline.start(pages, slots, pool.recompute(recomputed))])
+            done = engine.layers_done(
+                [pipeline.start(pages, slots, pool.recomputation(recomputed))]
+            )
         engine.forward(slots, done)
         pipeline.finished()
 
@@ -230,6 +232,6 @@ def restores_between_ranks(
         engine.loading.wait_stream(engine.schedule)
         with checker.on(engine.loading):
             slots.record_stream(engine.loading)
-            done = engine.layers_done([pipeline.start(pages, slots, pool.recompute(1))])
+            done = engine.layers_done([pipeline.start(pages, slots, pool.recomputation(1))])
         engine.forward(nothing)  # it only talks, and waits for no layer
         engine.forward(slots, done)

@@ -210,7 +210,7 @@ _back = partial(
     recompute_ms=1e4,
     waits=(
         # Ranks agree on every slice.
-        "hcache_backend/sglang/groups.py:said_by_all_ranks",
+        "hcache_backend/sglang/groups.py:from_all_ranks",
         ABORTED,
     ),
 )

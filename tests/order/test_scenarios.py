@@ -50,8 +50,8 @@ def test_a_freed_host_page_is_not_written_before_the_device_is_done_with_it(
 
 @pytest.mark.parametrize(
     "known",
-    [(RestorePipeline, "adopted", lambda pipeline: None), (Recomputation, "after", ())],
-    ids=["adopted", "of the same prefetch"],
+    [(RestorePipeline, "handed_out", lambda pipeline: None), (Recomputation, "after", ())],
+    ids=["handed out", "of the same prefetch"],
 )
 def test_pages_are_not_recomputed_before_those_restored_ahead_are_there(
     known: Any, monkeypatch: pytest.MonkeyPatch

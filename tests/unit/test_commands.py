@@ -282,7 +282,7 @@ def test_stats_say_by_what_each_namespace_is_encoded(
     else:
         layout = PageLayout(16, layers)
         page, table = np.zeros(layout.page_bytes, np.uint8), layout.table
-        layout.begin(page, b"n" * 16, b"writer-1")
+        layout.begin_header(page, b"n" * 16, b"writer-1")
         layout.seal(page, bytes(32))
     store = PageStore(parse_config({"dirs": [str(folder)]}, "test"), b"writer-1", background=False)
     assert store.put(b"n" * 16, [bytes(32)], [[page.data]], table=table) == [True]

@@ -28,7 +28,7 @@ TOKENS = np.arange(100, 116, dtype=np.int32)
 
 def sealed_page(layout: PageLayout = LAYOUT) -> np.ndarray:
     page = np.random.default_rng(0).integers(0, 256, layout.page_bytes, dtype=np.uint8)
-    layout.begin(page, NAMESPACE, WRITER)
+    layout.begin_header(page, NAMESPACE, WRITER)
     layout.positions(page)[:] = np.arange(32, 32 + layout.page_size)
     layout.token_ids(page)[:] = TOKENS[0] + np.arange(layout.page_size)
     layout.seal(page, KEY)
@@ -138,7 +138,7 @@ def test_a_page_of_as_many_bytes_that_divides_otherwise_is_refused(name: str) ->
 def test_a_page_is_believed_once_it_is_sealed_as_what_it_is(layout: PageLayout) -> None:
     page = np.zeros(layout.page_bytes, np.uint8)
     assert layout.problem(page, NAMESPACE, KEY) == "format"
-    layout.begin(page, NAMESPACE, WRITER)
+    layout.begin_header(page, NAMESPACE, WRITER)
     assert layout.problem(page, NAMESPACE, KEY) == "key"
     assert layout.problem(page, NAMESPACE, bytes(32)) == "checksum"
     page = sealed_page(layout)

@@ -121,9 +121,9 @@ def test_an_eager_hit_launches_eight_times_at_most(codec: str, from_back: bool) 
     with launches() as seen:
         for page in range(1, HIT + 1):
             there = (HIT, HIT - page) if from_back else (page, 0)
-            eager.arrived("prefetch", *there)
+            eager.restore_arrived("prefetch", *there)
     assert 1 <= len(seen) <= 8, seen
-    handed = eager.adopt(np.arange(HIT))
+    handed = eager.hand_out(np.arange(HIT))
     assert handed is not None and handed.whole.all()
     for restore in handed.restores:
         restore.synchronize()
@@ -160,7 +160,7 @@ def test_pages_before_a_front_do_not_wait_for_others() -> None:
     """The front and the back have met: no further page comes."""
     _, eager, launched = eager_hit(Server("none"), LAYERS)
     for start, met in ((13, False), (12, False), (11, False), (10, True)):
-        eager.arrived("prefetch", HIT, start, last=met)
+        eager.restore_arrived("prefetch", HIT, start, last=met)
     assert launched == [4, 2]
 
 

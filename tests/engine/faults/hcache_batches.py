@@ -23,7 +23,7 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     from hcache_backend.sglang.runtime import current
 
     controller._MOST_STEPS = 1  # a quick disk's batches would be read together
-    turn, begin, transfer = EagerLoads.hear, BatchedReads.__init__, BatchedReads.transfer
+    turn, begin, transfer = EagerLoads.apply_slices, BatchedReads.__init__, BatchedReads.transfer
     turns = 0
 
     def counted(self: Any) -> None:
@@ -76,10 +76,10 @@ def keep_in_step(active: Callable[[], bool]) -> None:
         room, early = offered(self), active() and self._unread == self.all_pages
         return int(min(room, 0 if early else max(0, _number(1) - self._taken)))
 
-    meets, offered = Meeting.begin, Meeting.offer
-    Meeting.begin = begin_meeting  # type: ignore[method-assign]
+    meets, offered = Meeting.set_pages, Meeting.offer
+    Meeting.set_pages = begin_meeting  # type: ignore[method-assign]
     Meeting.offer = offer  # type: ignore[method-assign]
-    EagerLoads.hear = counted  # type: ignore[method-assign]
+    EagerLoads.apply_slices = counted  # type: ignore[method-assign]
     BatchedReads.__init__ = remembering  # type: ignore[method-assign]
     BatchedReads.transfer = stepwise  # type: ignore[method-assign]
 

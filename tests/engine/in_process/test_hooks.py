@@ -386,12 +386,12 @@ def test_a_wrong_option_stops_every_rank_and_is_told_once(
     signals: list[object] = []
     lines_by_meeting: list[int] = []
 
-    def said_by_all_ranks(said: object) -> list[object]:
+    def from_all_ranks(said: object) -> list[object]:
         lines_by_meeting.append(len(caplog.records))
         here = (socket.gethostname(), os.getppid())
         return [said, *((rank, here, what) for rank, what in enumerate(others, start=1))]
 
-    monkeypatch.setattr(groups, "said_by_all_ranks", said_by_all_ranks)
+    monkeypatch.setattr(groups, "from_all_ranks", from_all_ranks)
     monkeypatch.setattr(groups.os, "kill", lambda *sent: signals.append(sent))
     with pytest.raises(SystemExit):
         groups.or_stop(work)
@@ -406,7 +406,7 @@ def test_each_launcher_gets_one_signal(host: str, monkeypatch: MonkeyPatch) -> N
     first, happened = (0, (host, os.getppid()), "disk"), list[str]()
     monkeypatch.setattr(groups.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(groups.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(groups, "said_by_all_ranks", lambda said: [first, said])
+    monkeypatch.setattr(groups, "from_all_ranks", lambda said: [first, said])
     monkeypatch.setattr(groups.os, "kill", lambda *sent: happened.append("signal"))
     monkeypatch.setattr(groups.time, "sleep", lambda seconds: happened.append("waits"))
     with pytest.raises(SystemExit):

@@ -142,7 +142,7 @@ class Projections:
         self.specs = LayerSpecs(self.runtime, probe, self.projector, None)
         self.specs.find()
         self.specs.check_writing()
-        self.specs.settle()
+        self.specs.use_agreed()
 
     @property
     def by_spec(self) -> list[bool]:

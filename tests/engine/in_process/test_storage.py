@@ -143,7 +143,7 @@ def test_evicted_pages_of_other_pools_have_no_event(
         names = [name for page in pages if (name := parse_name(page.name))]
         l3.storage._tier.local.store.stats.on_evicted(names)
         assert l3.storage.events is not None
-        return [event.block_hashes for event in l3.storage.events.take()]
+        return [event.block_hashes for event in l3.storage.events.take_events()]
 
     l3.put(1)
     kv = l3.files()
@@ -337,11 +337,11 @@ def futures(runtime: Runtime, monkeypatch: MonkeyPatch) -> list[Future[Any]]:
     """What the pipeline stages say of their weights after each update, once a test says it."""
     said = list[Future[Any]]()
 
-    def say(own: Any) -> Future[Any]:
+    def gather(own: Any) -> Future[Any]:
         said.append(Future())
         return said[-1]
 
-    monkeypatch.setattr(runtime, "_stages", SimpleNamespace(say=say))
+    monkeypatch.setattr(runtime, "_stages", SimpleNamespace(gather=gather))
     monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda model: None)
     runtime.runner.model = None
     return said
@@ -392,15 +392,15 @@ def stored_runs(taken: list[Any]) -> list[tuple[list[int], int | None, list[int]
 def test_pages_that_were_not_stored_have_no_event() -> None:
     told = events.L3Events(2)
     told.stored(KEYS[1:5], [True, False, True, True], KEYS[:1], range(8))
-    taken = told.take()
+    taken = told.take_events()
     assert {type(event) for event in taken} == {BlockStored}
     assert stored_runs(taken) == [
         ([HASHES[1]], HASHES[0], [0, 1]),
         ([HASHES[3], HASHES[4]], HASHES[2], [4, 5, 6, 7]),
     ]
     told.stored(KEYS[:1], [True], [], range(2))
-    assert stored_runs(told.take()) == [([HASHES[0]], None, [0, 1])]
-    assert told.take() == []
+    assert stored_runs(told.take_events()) == [([HASHES[0]], None, [0, 1])]
+    assert told.take_events() == []
 
 
 def test_events_wait_up_to_a_bound(monkeypatch: MonkeyPatch) -> None:
@@ -410,7 +410,7 @@ def test_events_wait_up_to_a_bound(monkeypatch: MonkeyPatch) -> None:
     told.evicted([bytes.fromhex(key) for key in KEYS[:2]])
     told.stored(KEYS[:2], [True, True], [], range(4))
     told.evicted([bytes.fromhex(KEYS[4])])
-    taken = told.take()
+    taken = told.take_events()
     assert [type(event) for event in taken] == [BlockRemoved, BlockRemoved]
     assert [event.block_hashes for event in taken] == [HASHES[:2], HASHES[4:5]]
     assert {event.medium for event in taken} == {"DISK"}

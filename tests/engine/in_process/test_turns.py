@@ -54,16 +54,20 @@ def test_all_that_a_turn_has_to_say_is_reduced_at_once() -> None:
     checks, _ = checked(server)
     server.backed_up(1)
 
-    def say(*numbers: int) -> Any:
+    def part(of: str, *numbers: int) -> Any:
         return SimpleNamespace(
-            ask=lambda turn: turn.say(*numbers),
-            hear=lambda: None,
-            look=lambda turn: turn.say(*numbers),
-            answered=lambda: False,
+            **{
+                f"propose_{of}": lambda turn: turn.propose(*numbers),
+                f"apply_{of}": lambda: None,
+            }
         )
 
     controller = bare_controller(
-        server.pool, kv_checks=checks, checks=say(2, 3), layouts=say(4), eager=say(5)
+        server.pool,
+        kv_checks=checks,
+        checks=part("checks", 2, 3),
+        layouts=part("answer", 4),
+        eager=part("slices", 5),
     )
     cache = Cache(controller)
     cache.turn()
@@ -90,7 +94,9 @@ class Rank:
             self.eager._pool,
             SimpleNamespace(stored_from=0, plan=lambda host_pages, *_: len(host_pages)),
             eager=self.eager,
-            checks=SimpleNamespace(ask=lambda turn: turn.say(1), hear=lambda: None),
+            checks=SimpleNamespace(
+                propose_checks=lambda turn: turn.propose(1), apply_checks=lambda: None
+            ),
             tp_group=rank,
             after_forwards=lambda stream: None,
         )

@@ -13,13 +13,13 @@ from tests.unit.capture.small_arena import LAYOUT, NAMESPACE, SIZE, arena, ids, 
 def promised(a: Arena) -> tuple[np.ndarray, int]:
     """Slots of device page 2 whose rows are on their way, and the ticket of their proof."""
     slots = slots_of([2])
-    return slots, a.begin(slots, np.arange(4), np.arange(4))
+    return slots, a.begin_step(slots, np.arange(4), np.arange(4))
 
 
 def test_rows_are_valid_from_the_promise_on_and_stamped_with_the_proof() -> None:
     a = arena()
     slots = slots_of([2])
-    a.begin(slots, np.arange(4), np.arange(4), promised=False)
+    a.begin_step(slots, np.arange(4), np.arange(4), promised=False)
     assert a.problem(slots) == "rows not valid" and not a.none_lost
     slots, ticket = promised(a)
     assert a.problem(slots) is None and a.none_lost
@@ -97,7 +97,7 @@ def test_the_proof_of_an_older_allocation_counts_for_nothing() -> None:
 def test_positions_must_follow_each_other_from_a_page_boundary(positions: list[int]) -> None:
     a = arena()
     slots = slots_of([1])
-    a.begin(slots, np.array(positions), np.arange(4))
+    a.begin_step(slots, np.array(positions), np.arange(4))
     assert a.problem(slots) == "positions not consecutive"
 
 
@@ -120,7 +120,7 @@ def test_the_memory_must_have_a_page_for_every_entry() -> None:
 def test_of_a_load_only_the_rows_of_whole_pages_are_valid() -> None:
     pool = arena()
     pool.expect(ids(0))
-    pool.lose(ids(1))
+    pool.mark_lost(ids(1))
     pool.layout.positions(pool.memory)[pool.physical(ids(0, 1))] = np.arange(SIZE)
     pool.loaded(slots_of([2, 3]), ids(0, 1))
     pool.host_freed(ids(0, 1))
@@ -130,7 +130,7 @@ def test_of_a_load_only_the_rows_of_whole_pages_are_valid() -> None:
 
 def test_tokens_that_were_loaded_from_such_a_page_are_not_backed_up_from_it() -> None:
     pool = arena()
-    pool.lose(ids(0))
+    pool.mark_lost(ids(0))
     slots = slots_of([2])
     pool.loaded(slots, ids(0))
     assert pool.problem(slots) == "rows not encodable"
@@ -146,7 +146,7 @@ def test_what_arrives_for_a_page_that_was_freed_meanwhile_is_of_no_interest(free
     def expected() -> np.ndarray:
         """A host page whose rows are recomputed and on their way."""
         page = ids(0)
-        a.lose(page)  # it held something else before
+        a.mark_lost(page)  # it held something else before
         a.recomputed(page, np.arange(SIZE), np.arange(SIZE))
         return page
 
@@ -154,7 +154,7 @@ def test_what_arrives_for_a_page_that_was_freed_meanwhile_is_of_no_interest(free
     free(a, page)
     assert not (a.depth(page) < 0).any()
     again = expected()
-    a.arrived(page, np.array([False]))
+    a.mark_saved(page, np.array([False]))
     assert a.whole(again) is None and not (a.depth(again) > 0).any()
-    a.arrived(again, np.array([False]))
+    a.mark_saved(again, np.array([False]))
     assert a.whole(again) is False

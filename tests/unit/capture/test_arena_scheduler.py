@@ -133,7 +133,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
             part = slots[start:end]
             positions = np.arange(node.first + start, node.first + end)
             tokens = positions + 1000 * node.sequence
-            ticket = self.arena.begin(part, positions, tokens, promised=node.promised)
+            ticket = self.arena.begin_step(part, positions, tokens, promised=node.promised)
             if node.promised:
                 self.transfer(node, start, end, ticket)
             if fate == "retracted":
@@ -179,7 +179,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
 
     def free_host_pages(self, pages: list[int]) -> None:
         """Rows that are being recomputed have been copied; if it matters, it is known what fits."""
-        on_device = (self.arena._tenant[pages] >= 0).any()
+        on_device = (self.arena._device_page[pages] >= 0).any()
         for host, fits in [*self.coming]:
             if on_device and any(self.recomputing.get(page) is host for page in pages):
                 self.coming = [one for one in self.coming if one[0] is not host]
@@ -242,7 +242,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
         self.arena.expect(ids(*taken))
         for i, physical in enumerate(self.arena.physical(ids(*taken)).tolist()):
             page = self.arena.memory[physical]
-            LAYOUT.begin(page, NAMESPACE, WRITER)
+            LAYOUT.begin_header(page, NAMESPACE, WRITER)
             LAYOUT.positions(page)[:] = np.arange(i * SIZE, (i + 1) * SIZE)
             LAYOUT.token_ids(page)[:] = 1000 * node.sequence + LAYOUT.positions(page)
             for layer in range(2):
@@ -287,7 +287,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
     def tell(self, host: np.ndarray, fits: np.ndarray) -> None:
         still = [self.recomputing.get(page) is host for page in host.tolist()]
         wanted = host[~fits & still].tolist()
-        self.arena.arrived(host, fits)
+        self.arena.mark_saved(host, fits)
         assert (self.arena.depth(ids(*wanted)) > 0).all()
         for node in self.nodes:
             lost = [i for i, page in enumerate(node.host or ()) if page in wanted]

@@ -64,7 +64,7 @@ def test_pages_get_what_projections_received(is_view: bool, at_once: int) -> Non
     rows, taken = recomputed(model, machine), model.rows.clone()
     model.rows += 1.0
     model.run()  # a forward pass that is not captured: its rows are not taken
-    assert rows.save(PAGES).tolist() == [True, True]
+    assert rows.save_rows(PAGES).tolist() == [True, True]
     assert torch.equal(in_pages(machine), taken)
 
 
@@ -72,7 +72,7 @@ def test_a_page_with_a_row_that_the_codec_does_not_hold_is_named() -> None:
     machine = Machine(is_view=False)
     model = RecomputedModel(machine)
     model.rows[1, SIZE + 1, 0] = torch.nan
-    assert recomputed(model, machine).save(PAGES).tolist() == [True, False]
+    assert recomputed(model, machine).save_rows(PAGES).tolist() == [True, False]
 
 
 def test_a_layer_that_shows_too_few_rows_has_failed() -> None:

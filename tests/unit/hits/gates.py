@@ -73,7 +73,7 @@ def takes(gate: Gate, name: str, tokens: int = 1000, **others: Any) -> bool:
 
 
 def refused(gate: Gate, name: str) -> bool:
-    return gate.prefetches.ask(name, 0, None).refused
+    return gate.prefetches.add_request(name, 0, None).refused
 
 
 def turn(gate: Gate, *running: Prefetch) -> list[str]:

@@ -250,7 +250,7 @@ def test_a_read_that_is_in_time_does_not_end_shortly_before_it_is_there(gate: Ga
         gate.now += 0.4  # a quarter late: perhaps it hangs
         assert turn(gate, at(gate, "a", step=1000)) == ["a"]
     assert refused(gate, "a")
-    gate.prefetches.forget("a")  # a new request may have its name
+    gate.prefetches.forget_request("a")  # a new request may have its name
     assert not refused(gate, "a")
 
 
@@ -434,7 +434,7 @@ def test_refusals_are_remembered_of_the_last_requests(monkeypatch: pytest.Monkey
     prefetches = Prefetches()
     for name in "abc":
         prefetches.refuse(Prefetch(name), State.REFUSED)
-    assert [prefetches.ask(name, 0, None).refused for name in "abc"] == [False, True, True]
+    assert [prefetches.add_request(name, 0, None).refused for name in "abc"] == [False, True, True]
 
 
 class Operation:
@@ -444,9 +444,9 @@ class Operation:
 def test_the_prefetch_of_an_operation_is_one_record_while_the_operation_lives() -> None:
     prefetches = Prefetches()
     first, later, others = Operation(), Operation(), Operation()
-    asked = prefetches.ask("a", 5, None)
+    asked = prefetches.add_request("a", 5, None)
     assert prefetches.of(first) is prefetches.of(first) is asked
-    again = prefetches.ask("a", 7, None)  # SGLang asks once more
+    again = prefetches.add_request("a", 7, None)  # SGLang asks once more
     assert (prefetches.of(first), prefetches.of(later)) == (asked, again)
     prefetches.waiting.clear()  # as the gate does with prefetches that are over
     assert prefetches.of(others) is not again

@@ -26,7 +26,7 @@ def layout(
 
 def sealed(of: PageLayout) -> np.ndarray:
     page = np.random.default_rng(0).integers(0, 256, of.page_bytes, dtype=np.uint8)
-    of.begin(page, NAMESPACE, WRITER)
+    of.begin_header(page, NAMESPACE, WRITER)
     of.positions(page)[:] = np.arange(TOKENS)
     of.token_ids(page)[:] = np.arange(TOKENS)
     of.seal(page, KEY)
@@ -50,7 +50,7 @@ def test_pages_of_other_pairs_are_of_one_form_and_say_which_they_have() -> None:
         for writer in (first, other):
             page = sealed(writer)
             assert reader.problem(page, NAMESPACE, KEY) is None
-            assert reader.of(page) == writer
+            assert reader.of_page(page) == writer
             assert reader.unit_digests(page) == writer.unit_digests(page)
 
 
@@ -96,9 +96,9 @@ def test_whoever_reads_a_page_while_it_is_sealed_sees_how_it_divides() -> None:
     class Watched(np.ndarray):
         def __setitem__(self, at: Any, value: Any) -> None:
             super().__setitem__(at, value)
-            seen.append(layout(OTHER).of(np.asarray(self)))
+            seen.append(layout(OTHER).of_page(np.asarray(self)))
 
-    layout().begin(page.view(Watched), NAMESPACE, WRITER)
+    layout().begin_header(page.view(Watched), NAMESPACE, WRITER)
     assert len(seen) >= 3
     assert set(seen) == {layout()}
     assert np.array_equal(page[found.tables_at], before[found.tables_at])

@@ -1,10 +1,10 @@
-"""Eager restores: what is reserved, launched, adopted and given back, one fact at a time."""
+"""Eager restores: what is reserved, launched, handed out and given back, one fact at a time."""
 
 import numpy as np
 import pytest
 import torch
 
-from hcache_backend.host.loads import Adopted
+from hcache_backend.host.loads import Prepared
 from hcache_backend.prefetch.eager import EagerRestores
 from hcache_backend.streams import StreamFailed
 from tests.unit.restore.eager_device import DEVICE_PAGES, SIZE, Device, Restore, pages_of
@@ -45,22 +45,22 @@ class Scene:
         return self.eager.reserve(name, keys or [f"{name}{i}" for i in host], np.array(host))
 
 
-def adopt(scene: Scene, host: list[int]) -> Adopted:
-    handed = scene.eager.adopt(np.array(host))
+def hand_out(scene: Scene, host: list[int]) -> Prepared:
+    handed = scene.eager.hand_out(np.array(host))
     assert handed is not None
     return handed
 
 
 def ready(scene: Scene, host: list[int]) -> list[bool]:
-    return list(adopt(scene, host).ready)
+    return list(hand_out(scene, host).ready)
 
 
 def test_pages_are_restored_once_as_they_arrive_and_handed_out_at_the_load() -> None:
     scene = Scene()
     assert scene.begin("a", [5, 6, 7, 8]) == 4
-    assert [scene.eager.arrived("a", n) for n in (0, 2, 2, 3)] == [0, 2, 0, 1]
+    assert [scene.eager.restore_arrived("a", n) for n in (0, 2, 2, 3)] == [0, 2, 0, 1]
     assert [host for host, _ in scene.launched] == [[5, 6], [7]]
-    handed = adopt(scene, [6, 7, 8, 9])
+    handed = hand_out(scene, [6, 7, 8, 9])
     assert handed.ready.tolist() == [True, True, False, False]
     assert handed.restores == tuple(restore for _, restore in scene.launched)
     [(_, first), (_, second)] = scene.launched
@@ -74,8 +74,8 @@ def test_what_is_reserved_is_there_for_everybody_unlaunched_and_new_pages_first(
     scene = Scene()
     scene.begin("a", [0, 1, 2])
     scene.begin("b", [3, 4, 5])
-    scene.eager.arrived("a", 3)
-    scene.eager.arrived("b", 1)
+    scene.eager.restore_arrived("a", 3)
+    scene.eager.restore_arrived("b", 1)
     scene.eager.make_free(DEVICE_PAGES - 4)
     assert scene.eager.pages == 4
     assert not any(restore.is_done for _, restore in scene.launched)  # nobody had to wait
@@ -88,8 +88,8 @@ def test_what_is_reserved_is_there_for_everybody_unlaunched_and_new_pages_first(
 def test_who_frees_host_pages_waits_for_their_copies_and_for_no_more() -> None:
     scene = Scene()
     scene.begin("a", [0, 1, 2])
-    scene.eager.arrived("a", 1)
-    scene.eager.arrived("a", 3)
+    scene.eager.restore_arrived("a", 1)
+    scene.eager.restore_arrived("a", 3)
     [(_, first), (_, second)] = scene.launched
     scene.eager._give_back = lambda places: None  # type: ignore[method-assign]
     scene.eager.host_freed(np.array([1]))
@@ -101,7 +101,7 @@ def test_two_prefetches_of_the_same_pages_restore_them_once() -> None:
     scene = Scene()
     assert scene.begin("a", [0, 1], ["x", "y"]) == 2
     assert scene.begin("b", [2, 3, 4], ["x", "y", "z"]) == 1
-    scene.eager.arrived("b", 3)
+    scene.eager.restore_arrived("b", 3)
     assert [host for host, _ in scene.launched] == [[4]]
 
 
@@ -109,7 +109,7 @@ def test_no_more_than_the_limit_and_leftovers_make_room() -> None:
     scene = Scene(limit=3)
     assert scene.begin("a", [0, 1, 2, 3]) == 3
     assert scene.begin("b", [4, 5]) == 0
-    scene.eager.arrived("a", 4)
+    scene.eager.restore_arrived("a", 4)
     scene.eager.end("a")
     scene.eager.end("b")
     assert scene.eager.pages == 3
@@ -133,8 +133,8 @@ def test_a_restore_that_failed_is_waited_for_like_any_other(
     monkeypatch.setattr(Restore, "wait", fail)
     scene = Scene()
     scene.begin("a", [0])
-    scene.eager.arrived("a", 1)
-    scene.eager.clear()
+    scene.eager.restore_arrived("a", 1)
+    scene.eager.give_all_back()
     assert scene.device.count() == DEVICE_PAGES
 
 
@@ -145,12 +145,12 @@ def test_a_launch_that_fails_counts_as_one_and_no_load_may_get_its_pages() -> No
         one.problem = RuntimeError("out of memory") if one is scene else None
         one.begin("a", [0, 1, 2, 3])
         one.begin("b", [4, 5])
-        assert one.eager.arrived("a", 2) == 2
+        assert one.eager.restore_arrived("a", 2) == 2
         one.problem = None
-        assert one.eager.arrived("a", 4) == 2
-        assert one.eager.arrived("b", 2) == 2
+        assert one.eager.restore_arrived("a", 4) == 2
+        assert one.eager.restore_arrived("b", 2) == 2
         assert one.eager.end("a") == 0
-        assert one.eager.prepared(np.arange(6)).all()
+        assert one.eager.whole_pages(np.arange(6)).all()
     failed = [scene.eager.failed(np.array(pages)) for pages in ([1, 7], [3], [4, 5], [6])]
     assert failed == [True, True, False, False]
     assert not fine.eager.failed(np.arange(6))
@@ -163,7 +163,7 @@ def test_a_launch_that_fails_counts_as_one_and_no_load_may_get_its_pages() -> No
 def test_pages_of_a_slice_that_failed_wait_for_it_though_fewer_are_tried_again() -> None:
     scene = Scene(lacking=1)
     scene.begin("a", [0, 1])
-    scene.eager.arrived("a", 2)
+    scene.eager.restore_arrived("a", 2)
     [failed] = scene.recompute(2, failed=True)  # it may have written both
     scene.recompute(1)
     scene.eager.host_freed(np.array([1]))
@@ -174,9 +174,9 @@ def test_pages_of_a_slice_that_failed_wait_for_it_though_fewer_are_tried_again()
 def test_nothing_is_recomputed_behind_a_page_that_was_taken_away(taken: int) -> None:
     scene = Scene(lacking=1)
     scene.begin("a", [0, 1, 2, 3])
-    scene.eager.arrived("a", 4)
+    scene.eager.restore_arrived("a", 4)
     for _ in range(2):
         scene.recompute(1)
     scene.eager.host_freed(np.array([taken]))
     assert scene.recompute(4) == []
-    assert not adopt(scene, [2, 3]).whole.any()
+    assert not hand_out(scene, [2, 3]).whole.any()

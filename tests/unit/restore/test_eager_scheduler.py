@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hcache_backend.host.loads import Adopted
+from hcache_backend.host.loads import Prepared
 from hcache_backend.prefetch.eager import EagerRestores
 from tests.integrity import assert_sound_reservations
 from tests.unit.restore.eager_device import (
@@ -124,7 +124,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
             prefetch.arrived, first, end = page, 0, page
         self.readable.update(prefetch.host[first:end])
         if told:
-            self.eager.arrived(number, end, first)
+            self.eager.restore_arrived(number, end, first)
 
     @rule(most=st.integers(1, 4), data=st.data())
     def recompute(self, most: int, data: Any) -> None:
@@ -132,14 +132,14 @@ class ScriptedScheduler(RuleBasedStateMachine):
         for found in self.eager.to_recompute(most):
             assert 0 < found.layers <= (2 if self.back else self.deepest)
             assert 0 < len(found.pages) <= most
-            prefetch = self.running[found.prefetch]
+            prefetch = self.running[found.operation]
             room = len(found.pages)
             if self.back:
                 assert found.unread
                 if found.pages.start != prefetch.arrived:
                     continue  # an earlier one has failed
                 room = min(room, prefetch.start - prefetch.arrived)
-            if not self.recomputes[found.prefetch] or not room:
+            if not self.recomputes[found.operation] or not room:
                 continue
             due = found.first(data.draw(st.integers(1, room)))
             slots, before = map(pages_of, self.eager.slots(due))
@@ -163,7 +163,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
             self.device.writes(restore)
             self.eager.recomputed(due, restore)  # type: ignore[arg-type]
             if failed:
-                self.recomputes[due.prefetch] = not self.back
+                self.recomputes[due.operation] = not self.back
                 return
             self.device.whole.update(slots)
             if self.back:
@@ -250,25 +250,25 @@ class ScriptedScheduler(RuleBasedStateMachine):
         start = data.draw(st.integers(0, len(self.tree) - 1))
         host = self.tree[start : start + data.draw(st.integers(1, 8))]
         free, reserved = self.device.count(), self.eager.pages
-        adopted: Adopted | None = self.eager.adopt(np.array(host))
-        if adopted is None:
+        handed: Prepared | None = self.eager.hand_out(np.array(host))
+        if handed is None:
             assert len(host) > free + reserved
             assert (self.device.count(), self.eager.pages) == (free, reserved)
             return
-        pages = pages_of(adopted.slots)
+        pages = pages_of(handed.slots)
         assert len(set(pages)) == len(pages) == len(host)
         assert not set(pages) & (set(self.device.free) | set(self.used))
-        waited: list[Any] = list(adopted.restores)
+        waited: list[Any] = list(handed.restores)
         writers = {id(one) for restore in waited for one in restore.with_those_before()}
-        assert {page for page, whole in zip(pages, adopted.whole, strict=True) if whole} == (
+        assert {page for page, whole in zip(pages, handed.whole, strict=True) if whole} == (
             set(pages) & self.device.whole
         )
-        assert not adopted.whole[~adopted.ready].any()
+        assert not handed.whole[~handed.ready].any()
         for reader in self.device.readers:
             if not reader.is_done and set(reader.reads) & set(pages):
                 assert id(reader) in writers, "nobody waits for who reads it"
         self.device.whole.difference_update(pages)
-        for page, ready, source in zip(pages, adopted.ready, host, strict=True):
+        for page, ready, source in zip(pages, handed.ready, host, strict=True):
             if ready:
                 assert self.device.made.pop(page) == (source, self.content[source]), (
                     "of another page"
@@ -301,7 +301,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
 
     @rule()
     def new_weights(self) -> None:
-        self.eager.clear()
+        self.eager.give_all_back()
         assert self.eager.pages == 0
 
     @rule()
@@ -309,7 +309,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
         self.eager.all_freed()
         assert all(map(self.device.is_written, self.device.made))
         assert self.device.being_read() <= set(self.used)
-        self.eager.clear()  # HiCache resets its controller, too
+        self.eager.give_all_back()  # HiCache resets its controller, too
         assert all(restore.read_host for _, restore in self.launched)
         for number in sorted(self.running):
             self.eager.end(number)

@@ -316,7 +316,7 @@ def test_a_slice_waits_for_pages_restored_ahead_only_where_it_may_read_them() ->
 
     gate.clear()
     back = server.pipeline.start(pages[2:], parts[2], ahead=True)
-    server.pipeline.adopted()
+    server.pipeline.handed_out()
     behind = slice_of(0)
     time.sleep(0.05)
     assert not behind.layers[-1].query()

@@ -39,7 +39,9 @@ class Model:
     def stream(self) -> Stream:
         return current_stream("cpu")
 
-    def run(self, layers: int, positions: torch.Tensor, slots: torch.Tensor, spans: Any) -> None:
+    def recompute(
+        self, layers: int, positions: torch.Tensor, slots: torch.Tensor, spans: Any
+    ) -> None:
         """All before a token is there, or comes now; a token's id is the slot that it had."""
         assert layers == LAYERS
         self.tokens += [token for span in spans for token in span.token_ids.tolist()]
@@ -76,7 +78,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 def load(server: Host, planned: QueuedLoad, *pages: int) -> torch.Tensor:
     host, slots = torch.cat([slots_of(page) for page in planned.host_pages]), slots_of(*pages)
-    server.loads.add(planned, slots)
+    server.loads.add_load(planned, slots)
     for layer in range(LAYERS):
         server.pool.load_to_device_per_layer(server.device, host, slots, layer, "kernel")
     return bits(server.device, *pages)
@@ -158,10 +160,10 @@ def test_what_does_not_fit_on_one_rank_is_lost_on_all(monkeypatch: pytest.Monkey
         make_unfit(server.device, 1 + rank, rank)
         made.append(bare_controller(server.pool, Planned(), tp_group=rank))
         server.back_up(1, 2, 3)
-    settle = servers[1].pool.settle
-    servers[1].pool.settle = lambda: None  # type: ignore[method-assign]
+    settle = servers[1].pool.mark_arrived
+    servers[1].pool.mark_arrived = lambda: None  # type: ignore[method-assign]
     assert asked_on_all_ranks(made, 3) == [None, None]
-    servers[1].pool.settle = settle  # type: ignore[method-assign]
+    servers[1].pool.mark_arrived = settle  # type: ignore[method-assign]
     assert asked_on_all_ranks(made, 3) == 2 * [[LAYERS, LAYERS, 0]]
 
 
@@ -173,8 +175,8 @@ def test_ranks_agree_on_recomputed_pages(monkeypatch: pytest.MonkeyPatch) -> Non
     for rank in range(2):
         pool, pages, tokens = new_pool(keeps_unfit=True), np.arange(3), np.arange(3 * PAGE)
         pool.arena.recomputed(pages, tokens, tokens)
-        pool.arena.arrived(pages, np.array([True, rank == 1, True]))
-        restores = SimpleNamespace(prepared=lambda pages: prepared, failed=lambda pages: False)
+        pool.arena.mark_saved(pages, np.array([True, rank == 1, True]))
+        restores = SimpleNamespace(whole_pages=lambda pages: prepared, failed=lambda pages: False)
         eager = SimpleNamespace(restores=restores)
         made.append(bare_controller(pool, Planned(), tp_group=rank, eager=eager))
     assert asked_on_all_ranks(made, 3) == 2 * [[0, LAYERS, 0]]

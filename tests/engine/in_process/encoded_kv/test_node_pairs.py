@@ -108,7 +108,7 @@ class Forwards(CallerStream):
 def node_pairs(model: Any, group: Any = None, *, ranks: int = 1) -> NodePairs:
     plan = plan_of(KrulOption(error=2, ratio=0.34, gamma=0.5))
     plugin: Any = plan.plugin
-    layout = plugin.settle(plan.kv, plan.layout, slots_of(1, 2, 3), None)
+    layout = plugin.choose_pairs(plan.kv, plan.layout, slots_of(1, 2, 3), None)
     pairs: NodePairs = plugin.backups(model, layout, group, ranks)
     return pairs
 
@@ -120,14 +120,14 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ready(pairs: NodePairs) -> list[tuple[CodedPair, ...]]:
-    return [layout.pairs for layout in iter(pairs.next, None)]
+    return [layout.pairs for layout in iter(pairs.next_layout, None)]
 
 
 def chosen(
     pairs: NodePairs, tree: Tree | None = None, node: int = 0, reduce: Reduce = alone
 ) -> list[tuple[CodedPair, ...]]:
     """The pairs of the nodes that wait no more once a node has been asked and has answered."""
-    pairs.ask(tree or Tree(40), [node])
+    pairs.add_node(tree or Tree(40), [node])
     assert answered(pairs, reduce)
     return ready(pairs)
 
@@ -139,13 +139,13 @@ def test_each_node_has_its_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics.PAIR_DISTANCES, "observe", observe)
     model = Model({40: far({(1, 4): 0.1}), 60: far({(0, 2): 0.1})})
     pairs = node_pairs(model)
-    pairs.ask(Tree(40), [0])
-    assert pairs.next() is None  # not before the answer was looked at
+    pairs.add_node(Tree(40), [0])
+    assert pairs.next_layout() is None  # not before the answer was looked at
     assert answered(pairs)
-    pairs.forget()  # the tree is emptied
-    pairs.ask(Tree(60), [0])
+    pairs.drop_nodes()  # the tree is emptied
+    pairs.add_node(Tree(60), [0])
     assert answered(pairs)
-    pairs.ask(None, [1])
+    pairs.add_node(None, [1])
     assert ready(pairs) == [OTHER, START]
     # The last tokens of the node, which see all tokens before them.
     assert model.asked == [([*range(8, 40)], 40), ([*range(28, 60)], 60)]
@@ -161,7 +161,7 @@ def test_one_node_is_asked_after_the_other() -> None:
     pairs, tree = node_pairs(model), Tree(40, 40, 40)
     model.arrived = False
     for node in range(3):
-        pairs.ask(tree, [node])
+        pairs.add_node(tree, [node])
     assert not answered(pairs) and not answered(pairs)
     assert [length for _, length in model.asked] == [40]
     model.arrived = True
@@ -180,7 +180,7 @@ def test_what_was_found_of_a_prompt_is_added_to_what_is_found_of_its_reply() -> 
     assert [chosen(pairs, tree, node) for node in (0, 1)] == [[MERGED], [MERGED]]
     # What is before the reply came back from L3, say.
     assert chosen(node_pairs(Model({100: reply})), tree, 1) == [OTHER]
-    pairs.forget()
+    pairs.drop_nodes()
     assert chosen(pairs, tree, 1) == [OTHER]
 
 
@@ -196,17 +196,17 @@ def test_few_sums_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_an_answer_pairs_are_those_of_the_start(caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
     pairs = node_pairs(model)
-    pairs.ask(None, [0])
-    pairs.ask(Tree(), [3])  # a node that SGLang does not know
+    pairs.add_node(None, [0])
+    pairs.add_node(Tree(), [3])  # a node that SGLang does not know
     model.fails = "probe"
-    pairs.ask(Tree(40), [0])
-    pairs.ask(Tree(40), [0])
+    pairs.add_node(Tree(40), [0])
+    pairs.add_node(Tree(40), [0])
     assert ready(pairs) == [START] * 2
     with caplog.at_level("ERROR", "hcache"):
         assert answered(pairs)
     assert "attention could not be observed" in caplog.text and "no memory" in caplog.text
     model.fails = ""
-    pairs.ask(Tree(40), [0])
+    pairs.add_node(Tree(40), [0])
     assert ready(pairs) == [START] * 3
     assert model.asked == []
 
@@ -217,7 +217,7 @@ def test_with_other_ranks_a_model_that_fails_ends_the_server() -> None:
     pairs = node_pairs(model, ranks=2)
     model.fails = "probe"
     with pytest.raises(RuntimeError, match="no memory"):
-        pairs.ask(Tree(40), [0])
+        pairs.add_node(Tree(40), [0])
 
 
 @pytest.mark.parametrize("lacks", ["a measurement", "memory"])
@@ -264,7 +264,7 @@ def test_what_one_rank_lacks_no_rank_has(lacks: str, monkeypatch: pytest.MonkeyP
     models[1].arrived = lacks == "a measurement"
 
     def choose(pairs: NodePairs) -> tuple[bool, list[tuple[CodedPair, ...]]]:
-        pairs.ask(Tree(40), [0])
+        pairs.add_node(Tree(40), [0])
         return answered(pairs, ranks.reduce(pairs._group)), ready(pairs)
 
     expected = (True, [START]) if lacks == "a measurement" else (False, [])
@@ -286,7 +286,7 @@ class Backups:
             divide=lambda pages, layout: divided.update({pages[0]: layout.pairs}),
             arena=SimpleNamespace(wait_for=lambda pages: None),
         )
-        loads, layouts = SimpleNamespace(forget=lambda: None), node_pairs(model)
+        loads, layouts = SimpleNamespace(drop_queued=lambda: None), node_pairs(model)
         self.controller = bare_controller(pool, loads, layouts=layouts)
         self.tree = Tree(40, 40, 40)
         # HiCache's part: names of nodes stand for their indices.

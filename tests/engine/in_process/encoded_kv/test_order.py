@@ -32,7 +32,7 @@ def flush(checker: Checker, *, waits: bool = True) -> None:
         pages, size = server.pool.page_ids(host), server.pool.page_layout.page_bytes
         checker.touch_pages(pages, size, size, "write")
         arrived.synchronize()
-        server.pool.settle()
+        server.pool.mark_arrived()
     assert server.lost(host) == [False]
     checker.host_joins()
 

@@ -153,7 +153,7 @@ def test_pairs_that_are_named_and_change_little_are_merged(
     plan = plan_of(KrulOption(**{"ratio": 0.7, **option}))
     alike(plan, 1, 4)
     plugin: Any = plan.plugin
-    layout = plugin.settle(plan.kv, plan.layout, slots_of(1, 2, 3), None)
+    layout = plugin.choose_pairs(plan.kv, plan.layout, slots_of(1, 2, 3), None)
     check_lossy(plan.kv, layout, slots_of(1, 2, 3), plugin.allowed_change)
     assert layout.pairs == pairs
     assert len(plugin.choice.mergeable) == mergeable
@@ -171,7 +171,7 @@ def test_impossible_pairs_are_refused(pairs: tuple[tuple[int, int], ...], why: s
     plan = plan_of(KrulOption(ratio=0.7, pairs=pairs))
     plugin: Any = plan.plugin
     with pytest.raises(Refused, match=why):
-        plugin.settle(plan.kv, plan.layout, slots_of(1), None)
+        plugin.choose_pairs(plan.kv, plan.layout, slots_of(1), None)
 
 
 def test_only_its_codec_loads_the_plugin() -> None:

@@ -120,7 +120,7 @@ def test_a_page_that_does_not_fit_is_lost(put: Any, caplog: pytest.LogCaptureFix
     host = put(server, 1, 2, 3, 4)
     assert not server.settled(host)  # nobody knows yet
     server.device.k_buffer[0][slots_of(2)] = 0  # by now another's
-    server.pool.settle()
+    server.pool.mark_arrived()
     assert server.lost(host) == [False, True, True, False]
     others = torch.cat((host[:PAGE], host[3 * PAGE :]))
     assert torch.equal(server.load(others, 7, 5), want)
@@ -139,7 +139,7 @@ def test_it_is_known_behind_the_transfer_which_pages_are_lost() -> None:
     assert (server.pool.arena.depth(np.array([first, second])) < 0).all()
     arrive.set()
     stream.record().synchronize()
-    server.pool.settle()
+    server.pool.mark_arrived()
     assert server.lost(host) == [False, True]
 
 
@@ -153,7 +153,7 @@ def test_a_page_that_was_freed_before_its_backup_arrived_belongs_to_the_next(put
     again = server.back_up(3)
     assert torch.equal(again, host)
     assert not server.settled(again)
-    server.pool.settle()
+    server.pool.mark_arrived()
     assert server.lost(again) == [False]
     want = bits(server.device, 3)
     assert torch.equal(server.load(again, 5), want)
@@ -264,9 +264,9 @@ def test_a_page_that_is_lost_is_not_checked_nor_one_that_is_not_known_yet() -> N
     checks, lost = checked(server)
     make_unfit(server.device, 2, 1)
     host = server.back_up(2)
-    settle, server.pool.settle = server.pool.settle, lambda: None  # type: ignore[method-assign]
+    settle, server.pool.mark_arrived = server.pool.mark_arrived, lambda: None  # type: ignore[method-assign]
     turn_of_checks(checks)
     assert len(checks._waiting) == 1
-    server.pool.settle = settle  # type: ignore[method-assign]
+    server.pool.mark_arrived = settle  # type: ignore[method-assign]
     compare_all(checks)
     assert server.lost(host) == [True] and lost == []

@@ -70,7 +70,7 @@ class Scene:
 
     def reserve(self, *host_pages: int, arrived: int = 0) -> None:
         self.eager.reserve("prefetch", host_pages, np.array(host_pages))
-        self.eager.arrived("prefetch", arrived)
+        self.eager.restore_arrived("prefetch", arrived)
 
 
 def pages_in(slots: torch.Tensor) -> set[int]:

@@ -56,7 +56,7 @@ def test_a_load_gets_what_was_restored_for_it(scene: Scene) -> None:
     load = QueuedLoad(np.array([2, 3, 7]))
     scene.pages.load = load
     slots, scene.pages.load = scene.allocator.alloc(3 * SIZE), None
-    handed = load.adopted
+    handed = load.prepared
     assert handed is not None
     assert torch.equal(handed.slots, slots)
     assert handed.ready.tolist() == [True, False, False]
@@ -153,7 +153,7 @@ class Slices:
     def arrived(self, prefetch: str, *host_pages: int) -> None:
         keys = [f"{prefetch}{page}" for page in host_pages]
         self.restores.reserve(prefetch, keys, np.array(host_pages))
-        self.restores.arrived(prefetch, len(host_pages))
+        self.restores.restore_arrived(prefetch, len(host_pages))
 
     def look(self, scheduler: Any) -> None:
         """As a governor, with a pace that tests set."""
@@ -183,7 +183,7 @@ def test_a_turn_recomputes_one_slice_of_the_first_prefetch_that_lacks_layers(sce
         recompute(slices.eager)
     assert slices.launched == [([1, 2], SIZE), ([3], 3 * SIZE), ([4, 5], SIZE)]
     assert slices.layers == [2, 2, 2]
-    handed = slices.restores.adopt(np.array([1, 2, 3, 4, 5]))
+    handed = slices.restores.hand_out(np.array([1, 2, 3, 4, 5]))
     assert handed is not None and handed.whole.all()
     assert [slices.eager.take_recomputed(), slices.eager.take_recomputed()] == [True, False]
 
@@ -253,7 +253,7 @@ def test_pages_whose_recomputation_failed_lack_layers_at_the_load(scene: Scene) 
     slices.arrived("a", 1, 2)
     recompute(slices.eager)
     assert slices.failures == [problem]
-    handed = slices.restores.adopt(np.array([1, 2]))
+    handed = slices.restores.hand_out(np.array([1, 2]))
     assert handed is not None and handed.ready.all() and not handed.whole.any()
 
 

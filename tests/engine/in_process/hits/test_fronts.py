@@ -62,11 +62,11 @@ class Fronts:
             },
             pool={
                 "save_recomputed": self._save,
-                "settle": lambda: self.settled.append([*self.saved]),
+                "mark_arrived": lambda: self.settled.append([*self.saved]),
                 "arena": SimpleNamespace(
                     physical=lambda pages: pages,
                     recomputed=self._expect,
-                    arrived=lambda host_pages, fits: self.lost.extend(host_pages.tolist()),
+                    mark_saved=lambda host_pages, fits: self.lost.extend(host_pages.tolist()),
                 ),
             },
         )
@@ -146,7 +146,7 @@ def test_front_pages_are_recomputed_and_saved_until_they_meet_the_back(fronts: F
     meeting.arrived(4, 8)
     fronts.turn()
     assert meeting.pages == 8 and not meeting.next_batch(3)
-    handed = fronts.eager.restores.adopt(np.arange(8))
+    handed = fronts.eager.restores.hand_out(np.arange(8))
     assert handed is not None and handed.whole.all()
 
 
@@ -217,7 +217,7 @@ def test_no_front_is_recomputed_where_another_one_was_taken(fronts: Fronts) -> N
     [due] = fronts.eager.restores.to_recompute(2)
     assert due.pages == range(2, 4)
     meeting = operation.meeting
-    offer = Offer(due._replace(pages=range(3, 5)), meeting, Turn().say())
+    offer = Offer(due._replace(pages=range(3, 5)), meeting, Turn().propose())
     assert meeting.offer() == 6 and fronts.eager._taken(offer, 2) == 0
     assert meeting.next_batch(8) == range(4, 8)
 
@@ -236,9 +236,9 @@ def test_host_pages_are_left_alone_when_the_processor_wants_them(fronts: Fronts)
 def test_what_was_restored_is_given_back_when_it_means_nothing_any_more(fronts: Fronts) -> None:
     fronts.began()
     assert fronts.scene.pages.count() == PAGES - 8
-    fronts.eager.forget()
+    fronts.eager.drop_restored()
     assert (fronts.scene.pages.count(), fronts.eager.restores.pages) == (PAGES, 0)
-    assert fronts.eager.restores.adopt(np.arange(2)).ready.tolist() == [False] * 2  # type: ignore[union-attr]
+    assert fronts.eager.restores.hand_out(np.arange(2)).ready.tolist() == [False] * 2  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("freed", [True, False])
@@ -252,7 +252,7 @@ def test_saved_pages_are_settled_before_they_are_freed_or_in_the_next_turn(
         return
     fronts.pool.on_freed[0](np.array([1]))
     assert fronts.settled == [[], [0, 1]]
-    assert fronts.eager.restores.prepared(np.arange(2)).tolist() == [True, False]
+    assert fronts.eager.restores.whole_pages(np.arange(2)).tolist() == [True, False]
 
 
 def test_nothing_is_recomputed_whole_for_a_prefetch_that_has_ended(fronts: Fronts) -> None:
@@ -276,7 +276,7 @@ def test_recomputed_pages_that_were_not_saved_are_lost_on_this_rank_alone(fronts
     fronts.turn()
     assert (fronts.failures, fronts.lost) == ([], [0, 1])
     assert operation.meeting.pages == 4
-    handed = fronts.eager.restores.adopt(np.arange(4))
+    handed = fronts.eager.restores.hand_out(np.arange(4))
     assert handed is not None and handed.whole.all()
 
 
@@ -290,7 +290,7 @@ def test_pages_whose_recomputation_failed_do_not_count(fronts: Fronts) -> None:
     while batch := meeting.next_batch(3):
         meeting.arrived(batch.start, 8)
     assert meeting.pages == 0
-    handed = fronts.eager.restores.adopt(np.arange(2))
+    handed = fronts.eager.restores.hand_out(np.arange(2))
     assert handed is not None and not handed.ready.any()
 
 
@@ -332,9 +332,9 @@ def test_a_front_does_not_wait_for_reads_of_a_prefetch_before_it(fronts: Fronts)
         numbers *= other_is_free
 
     first, second = fronts.begin(5), Operation(5, SIZE, first=5)
-    second.meeting, second.token_ids = Meeting(), list(range(500, 500 + 5 * SIZE))
+    second.token_ids, second.meeting = list(range(500, 500 + 5 * SIZE)), Meeting()
     fronts.cache.ongoing_prefetch[1] = second
-    first.meeting.begin(5)
+    first.meeting.set_pages(5)
     assert first.meeting.next_batch(5) == range(5)
     other_is_free = 0
     fronts.turn(reduce)
@@ -347,7 +347,7 @@ def test_a_front_does_not_wait_for_reads_of_a_prefetch_before_it(fronts: Fronts)
 
 def test_a_front_is_not_waited_for_where_slices_are_put_off(fronts: Fronts) -> None:
     fronts.seconds_to_read, meeting = 1.0, Meeting()
-    meeting.begin(8)
+    meeting.set_pages(8)
     meeting.reachable = 8
     assert fronts.eager.seconds_to_recompute(8 * SIZE, 0) == 3 * 8 * SIZE
     together, alone = fronts.eager.until_met(meeting, 0)
@@ -370,7 +370,7 @@ def test_slices_take_as_long_as_a_prefill_until_one_has_run(fronts: Fronts) -> N
 
 def test_a_front_is_not_waited_for_where_slices_do_not_reach_it(fronts: Fronts) -> None:
     fronts.seconds_to_read, meeting = 1.0, Meeting()
-    meeting.begin(8)
+    meeting.set_pages(8)
     alone = 8 * SIZE
     # The scheduler has not looked yet: the reader leaves to the front what that may reach.
     assert fronts.eager.until_met(meeting, 0)[0] == pytest.approx(alone * 6 / 8)

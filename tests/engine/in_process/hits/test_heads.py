@@ -92,9 +92,9 @@ class Cache:
         backups.answered(self, [SimpleNamespace(id=operation) for operation in self.ongoing_backup])
         self.ongoing_backup.clear()
         turn = Turn()
-        backups.ask(turn)
+        backups.propose_holes(turn)
         turn.agree(agree)
-        backups.hear(self)
+        backups.apply_holes(self)
 
 
 def finish(cache: Cache, stages: int = 1) -> None:
@@ -117,7 +117,7 @@ def test_backups_end_before_memory_is_released() -> None:
     cache: Any = Cache()
     released = list[int]()
     backups = Backups(1)
-    backups.put_heads(cache)
+    backups.gave(cache, 0)
     cache.ongoing_backup = {1: None}
     cache.cache_controller = SimpleNamespace(storage_backend=SimpleNamespace(backups=backups))
 

@@ -208,7 +208,7 @@ def test_of_a_hit_whose_end_is_slow_the_front_is_taken_if_parts_are_worth_someth
 def test_look_ups_on_behalf_of_nobody_are_not_judged(slow_l3: HitGate) -> None:
     for _ in range(2):
         assert look_up(asking(), "__storage_hit_query__")[1] == TOKENS
-    assert not slow_l3.prefetches.ask("__storage_hit_query__", 0, None).refused
+    assert not slow_l3.prefetches.add_request("__storage_hit_query__", 0, None).refused
 
 
 @pytest.mark.parametrize("kind", [{}, HYBRID])
@@ -220,9 +220,9 @@ def test_a_slow_prefetch_ends_unless_that_would_discard_what_has_arrived(
     became_slow(gate)
     turn = Turn(cache := cache_of(SimpleNamespace()))
     cache.ongoing_prefetch = {"a": SimpleNamespace(operation=operation)}
-    gate.ask(turn)
+    gate.propose_ends(turn)
     turn.agree(alone)
-    gate.hear()
+    gate.apply_ends()
     assert operation.is_terminated() is not bool(kind)
 
 
@@ -260,7 +260,7 @@ def test_the_gate_hears_how_far_slices_still_reach(
 ) -> None:
     running = runtime.prefetches.of(prefetch())
     running.meeting = meeting = Meeting()
-    meeting.begin(PAGES)
+    meeting.set_pages(PAGES)
     meeting.launched(range(front))
     meeting.arrived(6, PAGES)
     meeting.reachable = reachable

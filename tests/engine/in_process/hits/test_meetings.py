@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.prefetch import Meeting
-from hcache_backend.sglang.controller import BackAck, BatchedReads, hear
+from hcache_backend.sglang.controller import BackAck, BatchedReads, apply_reports
 from tests.kit.prefetch import Operation
 
 SIZE, MOST_PAGES = 2, 14
@@ -28,7 +28,7 @@ class Rank:
         self.operation, self.meeting = Operation(pages, SIZE), Meeting()
         self.operation.meeting = self.meeting
         self.lost = lost
-        self.meeting.begin(pages)
+        self.meeting.set_pages(pages)
         self.reading = range(0)
         self.read: set[int] = set()
         self.written: set[int] = set()  # whatever came of it
@@ -105,11 +105,11 @@ class Meetings(RuleBasedStateMachine):
     def recompute(self, most: int, fails: bool) -> None:
         # Each tells its room before anybody has an answer.
         agreed = min(most, *(rank.meeting.offer() for rank in self.ranks))
-        taken = [rank.meeting.take(agreed) for rank in self.ranks]
+        taken = [rank.meeting.take_offered(agreed) for rank in self.ranks]
         assert len(set(taken)) == 1
         if fails and taken[0] and len(self.ranks) == 1:  # with more the server stops
             self.failed = True
-            assert not self.ranks[0].meeting.take(self.ranks[0].meeting.offer())
+            assert not self.ranks[0].meeting.take_offered(self.ranks[0].meeting.offer())
             return
         for rank in self.ranks:
             if taken[0]:
@@ -124,7 +124,7 @@ class Meetings(RuleBasedStateMachine):
             reports = [rank.reports[number] for rank in self.ranks]
             agree(reports)
             for rank, report in zip(self.ranks, reports, strict=True):
-                hear([report], {rank.operation}, Operation.prefetches, SIZE)
+                apply_reports([report], {rank.operation}, Operation.prefetches, SIZE)
                 assert rank.operation.completed_tokens == rank.meeting.pages * SIZE
             self.drained += 1
 

@@ -43,7 +43,7 @@ def eager(checker: Checker) -> None:
         page_layout=loading.pool.layout,
         page_ids=lambda indices: indices[::SIZE].numpy() // SIZE,
         on_freed=[],
-        settle=lambda: None,
+        mark_arrived=lambda: None,
     )
     budget = SliceBudget(1.0, 4 * SIZE, lambda tokens, prefix: 0.01 * tokens, known=True)
     process = L3Progress(), Operation.prefetches

@@ -14,7 +14,7 @@ from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.prefetch import Meeting
 from hcache_backend.sglang import controller
-from hcache_backend.sglang.controller import BackAck, BatchedReads, hear
+from hcache_backend.sglang.controller import BackAck, BatchedReads, apply_reports
 from tests.kit.prefetch import Operation
 
 SIZE = 4
@@ -114,13 +114,13 @@ class BackRank:
         self.batches += 1
         self.read_pages += pages
         if self.batches == READS:
-            taken = self.meeting.take(min(self.meeting.offer(), self.front))
+            taken = self.meeting.take_offered(min(self.meeting.offer(), self.front))
             self.meeting.launched(taken)
         return len(pages)
 
     def heard(self, *, running: bool = True) -> int:
         """How many pages count when all reports were heard."""
-        hear(self.reports, [self.operation] if running else [], Operation.prefetches, SIZE)
+        apply_reports(self.reports, [self.operation] if running else [], Operation.prefetches, SIZE)
         return int(self.operation.completed_tokens) // SIZE
 
 

@@ -69,7 +69,7 @@ def new_pool(**options: bool) -> Any:
 def pool() -> Any:
     made, staging = new_pool(), Staging(LAYERS, WIDTH, CODEC.dtype, 32, "cpu")
     capture = StagedCapture(made.arena, made.kv_buffer, staging, range(LAYERS), CODEC)
-    made.use(None, capture)
+    made.connect(None, capture)
     return made
 
 
@@ -157,9 +157,9 @@ def test_recomputed_rows_are_there_before_they_are_taken(fits: bool, pool: Any) 
     indices = pool.alloc(PAGE)
     host_pages = pool.page_ids(indices)
     pool.arena.recomputed(host_pages, np.arange(PAGE), np.arange(PAGE))
-    rows = SimpleNamespace(save=lambda pages: torch.tensor([fits]))
+    rows = SimpleNamespace(save_rows=lambda pages: torch.tensor([fits]))
     pool.save_recomputed(host_pages, SLOTS, rows)
-    pool.on_freed.append(lambda pages: pool.settle())
+    pool.on_freed.append(lambda pages: pool.mark_arrived())
     pool._capture.ledger.loaded(SLOTS, host_pages)
     pool.free(indices)
     assert pool.arena.problem(SLOTS.numpy()) == (None if fits else "rows not valid")

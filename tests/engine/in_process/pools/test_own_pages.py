@@ -63,7 +63,7 @@ class Server:
         layout, at = self.page_layout, torch.tensor(pages)
         for page in pages:
             here = self.memory[page].numpy()
-            layout.begin(here, namespace, b"writer-1")
+            layout.begin_header(here, namespace, b"writer-1")
             layout.token_ids(here)[:] = page
             if layout.segment_bytes[1]:
                 rows = HIDDEN[page * PAGE :][list(layout.kept)]

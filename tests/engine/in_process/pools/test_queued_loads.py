@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hcache_backend.format.page import PageLayout, hidden_layer
-from hcache_backend.host.loads import Adopted, LoadQueue, QueuedLoad
+from hcache_backend.host.loads import LoadQueue, Prepared, QueuedLoad
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.sglang.hook_registry import guarded
@@ -61,7 +61,7 @@ class Pipeline:
         self.alone: list[tuple[list[int], list[int]]] = []
         self.problem: Exception | None = None
 
-    def adopted(self) -> None:
+    def handed_out(self) -> None:
         pass
 
     def start_recomputation(self, recompute: Recompute, positions: Any, slots: Any) -> Any:
@@ -85,7 +85,7 @@ class Recomputer:
     def stream(self) -> Stream:
         return current_stream("cpu")
 
-    def run(self, layers: int, positions: Any, slots: Any, spans: Any) -> None:
+    def recompute(self, layers: int, positions: Any, slots: Any, spans: Any) -> None:
         self.tokens = [token for span in spans for token in span.token_ids.tolist()]
         self.spans = [(len(span.token_ids), span.prefix.tolist()) for span in spans]
 
@@ -111,8 +111,8 @@ def add(loads: Any, load: QueuedLoad | None, *whole: bool) -> torch.Tensor:
     assert load is not None
     slots = torch.arange(SIZE * len(load.host_pages)).flip(0)
     if whole:
-        load.adopted = Adopted(slots, np.array(whole), np.array(whole), (SimpleNamespace(),))
-    loads.add(load, slots)
+        load.prepared = Prepared(slots, np.array(whole), np.array(whole), (SimpleNamespace(),))
+    loads.add_load(load, slots)
     return slots
 
 
@@ -297,5 +297,5 @@ def test_tokens_of_lost_pages_are_the_requests_where_headers_do_not_say_them() -
 def test_dropped_loads_are_forgotten() -> None:
     loads = queue(Partition(1, 3, 0))
     add(loads, plan(loads, 0))
-    loads.forget()
+    loads.drop_queued()
     assert recomputed(loads) is None

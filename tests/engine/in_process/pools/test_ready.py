@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.host.loads import Adopted, LoadQueue, QueuedLoad
+from hcache_backend.host.loads import LoadQueue, Prepared, QueuedLoad
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.streams import current_stream
@@ -36,7 +36,7 @@ class Pipeline:
         assert len(slots) == PAGE * len(pages)
         return self.restore
 
-    def adopted(self) -> None:
+    def handed_out(self) -> None:
         self.may_be_read = True
 
     def finished(self) -> list[Any]:
@@ -50,10 +50,10 @@ def pool() -> OwnPagesPool:
     return server.pool
 
 
-def load(pool: OwnPagesPool, host: list[int], device: list[int], given: Adopted) -> Pipeline:
+def load(pool: OwnPagesPool, host: list[int], device: list[int], given: Prepared) -> Pipeline:
     """Load host pages to device pages; others made the ``given`` pages of it."""
     loads: Any = pool._loads
-    loads.add(QueuedLoad(np.array(host), adopted=given), slots_of(*device))
+    loads.add_load(QueuedLoad(np.array(host), prepared=given), slots_of(*device))
     indices = slots_of(*host), slots_of(*device)
     for layer in range(LAYERS):
         pool.load_to_device_per_layer(pool.device_pool, *indices, layer, "kernel")
@@ -62,8 +62,8 @@ def load(pool: OwnPagesPool, host: list[int], device: list[int], given: Adopted)
     return pipeline
 
 
-def adopted(device: list[int], ready: list[bool], whole: list[bool], *made: Any) -> Adopted:
-    return Adopted(slots_of(*device), np.array(ready), np.array(whole), made)
+def prepared(device: list[int], ready: list[bool], whole: list[bool], *made: Any) -> Prepared:
+    return Prepared(slots_of(*device), np.array(ready), np.array(whole), made)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_missing_pages_are_transferred(
     there: list[bool], started: list[Any], pool: OwnPagesPool
 ) -> None:
     early = [Running(), Running()]
-    pipeline = load(pool, [3, 1, 4], [5, 6, 2], adopted([5, 6, 2], there, there, *early))
+    pipeline = load(pool, [3, 1, 4], [5, 6, 2], prepared([5, 6, 2], there, there, *early))
     assert pipeline.started == started and pipeline.may_be_read
     for restore in (*early, *([pipeline.restore] if started else [])):
         assert restore.waited == list(range(LAYERS))
@@ -92,7 +92,7 @@ def test_first_layers_are_recomputed_where_lacking(
 
     first = Recompute(1, fill, current_stream("cpu"))
     monkeypatch.setattr(LoadQueue, "_recompute_queued", lambda *_, **kw: first)
-    given = adopted([5, 6, 2], [True, True, False], [False, True, False], early)
+    given = prepared([5, 6, 2], [True, True, False], [False, True, False], early)
     pipeline = load(pool, [3, 1, 4], [5, 6, 2], given)
     [(pages, _, recompute)] = pipeline.started
     assert pages == [4]

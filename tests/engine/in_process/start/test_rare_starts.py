@@ -172,7 +172,7 @@ class Unproven(LayerSpecs):
         self._group, self._report = None, lambda: None
         self.lost: list[str] = []
         config = SimpleNamespace(projection="auto")
-        self._runtime = SimpleNamespace(begin_quarantine=self.lost.append, config=config)
+        self._server = SimpleNamespace(begin_quarantine=self.lost.append, config=config)
 
 
 def test_modules_of_several_ranks_run_beside_no_forward_pass(monkeypatch: MonkeyPatch) -> None:
@@ -183,11 +183,11 @@ def test_modules_of_several_ranks_run_beside_no_forward_pass(monkeypatch: Monkey
     )
     monkeypatch.setattr(probe_module, "dist", ranks)
     specs = Unproven()
-    specs.settle()
+    specs.use_agreed()
     assert called == ["two"]
     ranks.get_world_size = lambda group: 2
     with pytest.raises(Refused, match="layers 1 have no spec, and on a GPU"):
-        specs.settle()
+        specs.use_agreed()
     specs._stale, specs.find = True, lambda: None
     specs._renew()
     assert "after a weight update: layers 1" in specs.lost[0]
@@ -302,8 +302,8 @@ def test_models_of_unusual_layers_are_refused() -> None:
 
 @pytest.fixture
 def stages(monkeypatch: MonkeyPatch) -> Any:
-    """Runs ``run(runner, batch)``, which a test sets, in place of a forward pass."""
-    found = SimpleNamespace(run=None)
+    """Runs ``run_pass(runner, batch)``, which a test sets, in place of a forward pass."""
+    found = SimpleNamespace(run_pass=None)
     monkeypatch.setattr(passes, "_Stages", lambda *_: nullcontext(found))
     for name in ("prefill_batch", "forward_batch", "prepare_decode", "_empty_pools"):
         monkeypatch.setattr(passes, name, lambda *_: "batch")
@@ -323,7 +323,7 @@ def test_no_rank_takes_the_decode_step_when_another_failed_in_the_prefill(
         seen.append(batch)
         return torch.arange(3)
 
-    stages.run = run
+    stages.run_pass = run
     monkeypatch.setattr(passes, "smallest", lambda group, fine: [False])
     with pytest.raises(Refused, match="another tensor-parallel rank"):
         passes.prefill_and_decode(RUNNER, 4, "ranks", graphs=False)
@@ -339,7 +339,7 @@ def test_a_forward_pass_that_failed_leaves_none_of_its_tensors(stages: Any) -> N
         left.append(weakref.ref(activations))
         raise torch.OutOfMemoryError("a test's")
 
-    stages.run = run
+    stages.run_pass = run
     gc.disable()
     try:
         with suppress(torch.OutOfMemoryError):
@@ -351,7 +351,7 @@ def test_a_forward_pass_that_failed_leaves_none_of_its_tensors(stages: Any) -> N
 
 def test_a_stage_behind_one_that_failed_is_refused() -> None:
     with pytest.raises(Refused, match="the pipeline stage before this one failed"):
-        passes._Stages.run(SimpleNamespace(_received={}), None, None)
+        passes._Stages.run_pass(SimpleNamespace(_received={}), None, None)
 
 
 def test_a_check_that_breaks_is_a_refusal_of_all(caplog: LogCaptureFixture) -> None:
@@ -449,7 +449,7 @@ def test_unnoticed_uses_are_said(a_hook_is_missing: None, caplog: LogCaptureFixt
 
 
 def test_unreadable_weights_refuse_an_attach(runtime: Any, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(attach, "said_by_all_ranks", lambda said: [said])
+    monkeypatch.setattr(attach, "from_all_ranks", lambda said: [said])
     monkeypatch.setattr(runtime, "read_weights", failing(RuntimeError("weights are gone")))
     config: Any = SimpleNamespace(tp_rank=0, pp_rank=0, pp_size=1)
     with pytest.raises(ConfigError, match="weights are gone"):

@@ -1,0 +1,129 @@
+"""What rooms below ``sglang`` and ``start`` ask of objects that are made there. The classes that
+are named here describe the methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
+
+import torch
+
+from hcache_backend.arena import Arena, Ids
+from hcache_backend.capture.hooks import HiddenCapture, RecomputedRows
+from hcache_backend.capture.staging import StagedCapture, Staging
+from hcache_backend.config import HCacheConfig
+from hcache_backend.fingerprint import Weights
+from hcache_backend.format.page import PageLayout
+from hcache_backend.host.loads import Prepared, QueuedLoad
+from hcache_backend.host.segments import KVSegments
+from hcache_backend.plan.restore import Restore
+from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.projector import Projector
+from hcache_backend.restore.exchange import CollectiveOrder
+from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.server_report import LayerGroup
+from hcache_backend.streams import Stream
+from hcache_kernels.codecs import Codec
+
+
+class Trust(Protocol):
+    """Whether the K and V of this process are believed (:class:`.Runtime`)."""
+
+    @property
+    def quarantine(self) -> str | None: ...
+    def begin_quarantine(self, reason: str) -> None: ...
+
+
+class Server(Trust, Protocol):
+    """A server with its model (:class:`.Runtime`)."""
+
+    runner: Any  # SGLang's ModelRunner
+    config: HCacheConfig | None
+    projection: list[LayerGroup]
+    on_weights_changed: list[Callable[[], None]]
+    on_caches_flushed: list[Callable[[], None]]
+
+
+class Namespaces(Trust, Protocol):
+    """Of own pages, by the weights that made them (:class:`.Runtime`)."""
+
+    writer: bytes
+    weights: Weights | None
+
+    def page_namespace(self, weights: Weights | None = None) -> bytes: ...
+    def page_namespaces(self) -> tuple[bytes, ...]: ...
+
+
+class HostPool(Protocol):
+    """Our pages in host memory (:class:`.OwnPagesPool`)."""
+
+    arena: Arena
+    page_layout: PageLayout
+    page_size: int
+    kv_buffer: torch.Tensor  # the bytes of all pages, uint8 [pages, page_bytes]
+    device_pool: Any  # SGLang's KV pool
+    on_freed: list[Callable[[Ids], None]]
+
+    def page_ids(self, host_indices: torch.Tensor) -> Ids: ...
+    def depth(self, host_pages: Ids) -> Ids: ...
+    def mark_arrived(self) -> None: ...
+    def divide(self, host_pages: Ids, layout: PageLayout) -> None: ...
+    def save_recomputed(
+        self, host_pages: Ids, slots: torch.Tensor, rows: RecomputedRows | None
+    ) -> None: ...
+
+
+class Controller(Protocol):
+    """What ranks agree on, and the order of streams (:class:`.OwnPagesController`)."""
+
+    def agreed(self, *fine: int) -> list[int]: ...
+    def ended(self) -> str | None: ...
+    def after_forwards(self, stream: Stream) -> None: ...
+
+
+class Reservations(Protocol):
+    """Device pages that are set aside (:class:`.EagerRestores`)."""
+
+    @property
+    def pages(self) -> int: ...
+    def make_free(self, pages: int) -> None: ...
+    def hand_out(self, host_pages: Ids) -> Prepared | None: ...
+    def all_freed(self) -> None: ...
+
+
+class DevicePages(Protocol):
+    """Free pages of the KV pool, and which tokens have pages (:class:`.ReservablePages`)."""
+
+    device: torch.device | str
+    cache: Any  # SGLang's radix cache
+    load: QueuedLoad | None
+    eager: Reservations | None
+
+    def count(self) -> int: ...
+    def make_room(self, pages: int) -> None: ...
+    def take(self, pages: int) -> torch.Tensor: ...
+    def give(self, slots: torch.Tensor) -> None: ...
+    def holds(self, node: Hashable) -> bool: ...
+    def slots_to(self, node: Hashable) -> torch.Tensor: ...
+
+
+class HiddenPages(Protocol):
+    """The plan of pages with hidden states (:class:`.PagePlan`)."""
+
+    runner: Any  # SGLang's ModelRunner
+    kvcache: Any  # SGLang's KV pool
+    methods: Restore
+    layers: tuple[AttentionLayer, ...]
+    codec: Codec | None
+    kv: KVSegments
+    layout: PageLayout
+    staging: Staging
+
+    @property
+    def hidden_layers(self) -> list[AttentionLayer]: ...
+    @property
+    def capture_hooks(self) -> HiddenCapture: ...
+    def capture(self, arena: Arena, memory: torch.Tensor) -> StagedCapture: ...
+    def pipeline(
+        self, memory: torch.Tensor, projector: Projector, order: CollectiveOrder | None
+    ) -> RestorePipeline: ...
