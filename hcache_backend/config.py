@@ -132,6 +132,8 @@ _RIGHT = {
 
 
 def _once(dirs: tuple[Path, ...]) -> tuple[Path, ...]:
+    if not dirs:
+        raise ValueError(f"must be {_RIGHT['dirs']}")
     if len(set(dirs)) != len(dirs):
         raise ValueError("every folder may be named once only")
     return dirs
@@ -142,7 +144,7 @@ class HCacheConfig(_Table):
 
     # store
     dirs: Annotated[tuple[_Absolute, ...], pydantic.AfterValidator(_once)] = Field(
-        default_factory=default_dirs, validate_default=True, strict=False, min_length=1
+        default_factory=default_dirs, validate_default=True, strict=False
     )
     quota_bytes: Bytes | None = Field(default=None, ge=1)
     min_free_bytes: Bytes = Field(default=4 << 30, ge=0)
@@ -312,7 +314,7 @@ def _explain(detail: ErrorDetails, source: str) -> str:
         known = (_TABLES[table[0]] if table else HCacheConfig).model_fields
         return f"{source}: unknown option {key!r}; {nearest(name, known, 'the options are ')}"
     message = detail["msg"].removeprefix("Value error, ").replace("Input should", "must")
-    if detail["type"] in ("model_type", "tuple_type", "too_short") and key in _RIGHT:
+    if detail["type"] in ("model_type", "tuple_type") and key in _RIGHT:
         message = f"must be {_RIGHT[key]}"
     if not key:  # about several options; the message names them
         return f"{source}: {message}"
