@@ -340,7 +340,8 @@ class Index:
                     _set_totals(connection, totals)
         connection.execute("PRAGMA locking_mode = NORMAL")
         connection.execute("SELECT count(*) FROM sqlite_master")  # lets the lock go
-        connection.execute("PRAGMA synchronous = NORMAL")
+        # Less, and a power cut may undo half a change.
+        connection.execute("PRAGMA synchronous = FULL")
         connection.execute(f"PRAGMA journal_size_limit = {_JOURNAL_BYTES}")
         return connection
 
