@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -48,13 +49,15 @@ def default_dirs() -> tuple[Path, ...]:
 def _bytes(value: object) -> object:
     if not isinstance(value, str):
         return value
-    try:
-        return int(_SIZE.validate_python(value))
-    except ValidationError:
-        raise ValueError('must be a number of bytes, such as 500000000000 or "500GB"') from None
+    # ByteSize ignores what follows a number, as in "500,000,000,000" and "1,5TB".
+    if match := _SIZE_TEXT.fullmatch(value.strip().lower()):
+        unit = f"{match[2]}b" if match[2] else ""
+        return int(_SIZE.validate_python(match[1].replace(",", "") + unit))
+    raise ValueError('must be a number of bytes, such as 500000000000 or "500GB"')
 
 
 _SIZE = pydantic.TypeAdapter(ByteSize)
+_SIZE_TEXT = re.compile(r"(\d+(?:\.\d+)?(?=\s*[kmgtpe])|\d+|\d{1,3}(?:,\d{3})+)\s*([kmgtpe]i?)?b?")
 Bytes = Annotated[int, BeforeValidator(_bytes)]  # "500GB" is 10^9, "4GiB" is 2^30
 
 
