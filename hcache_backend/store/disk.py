@@ -377,9 +377,11 @@ class Disk:
                 return
             except (OSError, sqlite3.Error) as error:
                 if tries_left and is_no_space(error):
-                    with suppress(OSError, sqlite3.Error):
+                    try:
                         if self._evict_shard(folder, size, evictions, deadline):
                             continue
+                    except (OSError, sqlite3.Error) as why_not:
+                        self.failed("evict", why_not, writing=True)
                 raise
 
     def _commit(self, batch: Sequence[PageWrite], deadline: float) -> None:

@@ -254,7 +254,8 @@ class Folder:
                 self.index.remove(entry.name for entry in oldest)
 
     def _open_index(self, readonly: bool) -> Index:
-        for tries_left in (2, 1, 0):
+        tries_left = 2  # a damaged index, and then no room for another
+        while True:
             try:
                 if not readonly:
                     _ensure_folder(self.ops, _INDEX, self.root_fd)
@@ -271,7 +272,7 @@ class Folder:
                     _set_aside(self.ops, self.root_fd)
                 else:
                     _remove_old_indexes(self.ops, self.root_fd)
-        raise AssertionError
+                tries_left -= 1
 
     def close(self) -> None:
         self._open_files.close()

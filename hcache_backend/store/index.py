@@ -48,8 +48,8 @@ _TABLES = {
 }
 _JOURNAL_BYTES = 16 << 20
 _CACHE_KIB = 16 << 10
-_WAIT_SECONDS = 5.0  # of a change for readers
-_READ_SECONDS = 0.5  # of a look-up for a commit; then it finds nothing
+_WAIT_SECONDS = 5.0  # of a change for readers, and of who reads all entries for a commit
+_LOOK_SECONDS = 0.5  # of a look-up for a commit; then it finds nothing
 _READERS = 4  # threads that look up at once; another one waits
 _AT_A_TIME = 499  # entries of one statement; before 3.32 SQLite takes 999 values
 _KEYS_AT_A_TIME = 2048  # of a look-up: a change waits for each statement
@@ -117,7 +117,7 @@ class Index:
             self._writer = None if readonly else self._open_to_write()
             # All at once: SQLite keeps the descriptors of those that are closed meanwhile.
             for _ in range(1 if readonly else _READERS):
-                self._idle.put(self._connect("mode=ro" if readonly else "mode=rw", _READ_SECONDS))
+                self._idle.put(self._connect("mode=ro" if readonly else "mode=rw", _LOOK_SECONDS))
             tables = {sql for (sql,) in self._rows("SELECT sql FROM sqlite_master")}
             if not readonly:
                 with self._transaction() as connection:
@@ -154,7 +154,7 @@ class Index:
         """All entries of a namespace (of all namespaces), perhaps without those that come now."""
         page = namespace
         while True:
-            [(found,)] = self._rows(_NEXT, page, _AT_A_TIME)
+            [(found,)] = self._rows(_NEXT, page, _AT_A_TIME, seconds=_WAIT_SECONDS)
             for record in _from_hex(found):
                 page = record[:_NAME_BYTES]
                 if not page.startswith(namespace):
@@ -223,7 +223,7 @@ class Index:
         problems: list[str] = []
         page, last = b"", b""
         pages = size = found = sums = 0
-        with self._reading() as connection:
+        with self._reading(_WAIT_SECONDS) as connection:
             before = connection.execute("PRAGMA data_version").fetchall()
             while rows := connection.execute(_PAGES, (page,)).fetchall():
                 for page, records in rows:
@@ -252,16 +252,17 @@ class Index:
                 connection.close()
 
     @contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
-        """A connection that no other thread uses meanwhile."""
+    def _reading(self, seconds: float = _LOOK_SECONDS) -> Iterator[sqlite3.Connection]:
+        """A connection that no other thread uses meanwhile, and that waits so long."""
         connection = self._idle.get()
         try:
+            connection.execute(f"PRAGMA busy_timeout = {1000 * seconds:.0f}")
             yield connection
         finally:
             self._idle.put(connection)
 
-    def _rows(self, statement: str, *values: object) -> list[Any]:
-        with self._reading() as connection:
+    def _rows(self, statement: str, *values: object, seconds: float = _LOOK_SECONDS) -> list[Any]:
+        with self._reading(seconds) as connection:
             return connection.execute(statement, values).fetchall()
 
     def _records(self, pages: Iterable[bytes]) -> dict[bytes, bytes]:
@@ -340,7 +341,8 @@ class Index:
                     _set_totals(connection, totals)
         connection.execute("PRAGMA locking_mode = NORMAL")
         connection.execute("SELECT count(*) FROM sqlite_master")  # lets the lock go
-        connection.execute("PRAGMA synchronous = NORMAL")
+        # Less, and a power cut may undo half a change.
+        connection.execute("PRAGMA synchronous = FULL")
         connection.execute(f"PRAGMA journal_size_limit = {_JOURNAL_BYTES}")
         return connection
 

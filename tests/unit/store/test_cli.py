@@ -126,8 +126,15 @@ def test_verify_only_looks_at_an_index_that_a_reboot_left_open(
 
 def test_gc_evicts_down_to_the_bounds(folder: Path, store: PageStore) -> None:
     assert hcache_json("gc", folder, "--quota-bytes", "1TB", "--min-free-bytes", "0")["pages"] == 0
-    said = hcache("gc", folder, "--quota-bytes", "much", status=2)
-    assert 'such as 500000000000 or "500GB"' in said
+    assert (
+        hcache_json("gc", folder, "--quota-bytes", "500,000,000,000", "--min-free-bytes", "0")[
+            "pages"
+        ]
+        == 0
+    )
+    for text in ("much", "1,5TB", "500GB a disk"):
+        said = hcache("gc", folder, "--quota-bytes", text, status=2)
+        assert 'such as 500000000000 or "500GB"' in said
     assert "2 pages evicted, 40.0 KiB" in hcache("gc", folder, "--quota-bytes", 5 * FILE)
     found = hcache_json("gc", "-d", folder, "--quota-bytes", 3 * FILE)
     assert found["pages"] == 2, "down to the low water mark"

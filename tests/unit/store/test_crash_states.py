@@ -1,8 +1,8 @@
 """Power cuts at every point of recorded runs, with any subset of what was not synced.
 
 ``strace`` records the system calls of a run. A crash state has all calls that a sync completed, and
-any of the others: a write whole, torn at 512 bytes, as zeros or not at all; files and folders made,
-renamed and deleted in any combination. No file system promises less (ALICE).
+any of the others: files and folders made, renamed and deleted in any combination; of each block, or
+of each sector of 512 bytes, the writes up to any one. No file system promises less (ALICE).
 Each state is opened by a new store after a new boot. Run as a program, this file is such a run.
 """
 
@@ -16,6 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from hcache_backend.store.maintenance import _recover
 
 SIZE = 16384
 QUOTA = 5 * (SIZE + 4096)
+BLOCK, SECTOR = 4096, 512
 MARK = "/MARK/"
 CALLS = (
     "openat,mkdirat,mkdir,rename,renameat,renameat2,unlink,unlinkat,fsync,fdatasync,syncfs,"
@@ -245,13 +247,13 @@ class Disk:
         file.extend(bytes(max(0, offset - len(file))))
         file[offset : offset + len(data)] = data
 
-    def tear(self, call: Call, chance: random.Random) -> None:
-        """A write that was not synced comes in part, or leaves zeros."""
-        if call.kind == "write" and chance.random() < 0.5:
-            whole = chance.randrange(len(call.data) + 1) // 512 * 512
-            there = bytes(self.data.get(call.inode, b""))[call.offset :]
-            kept = call.data[:whole] if chance.random() < 0.3 else there[: len(call.data)]
-            self.write(call.inode, call.offset, kept.ljust(len(call.data), b"\0")[: len(call.data)])
+    def write_some(self, number: int, call: Call, last: Callable[[int, int], float]) -> None:
+        """Write the sectors of a call that come to the disk: those up to the ``last`` one."""
+        end = call.offset + len(call.data)
+        for start in range(call.offset // SECTOR * SECTOR, end, SECTOR):
+            if number <= last(call.inode, start):
+                begin, stop = max(start, call.offset), min(start + SECTOR, end)
+                self.write(call.inode, begin, call.data[begin - call.offset : stop - call.offset])
 
     def put_in(self, source: Path, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -268,11 +270,20 @@ class Disk:
 def crash(calls: list[Call], at: int, chance: random.Random, lost: float) -> Disk:
     """The disk after a crash before call ``at``, that loses this share of what was not synced."""
     disk = Disk(folders={call.inode for call in calls if call.kind == "folder"})
-    for call in calls[:at]:
-        if call.synced < at or chance.random() >= lost:
+    is_torn = chance.random() < 0.3
+
+    @cache
+    def last(inode: int, place: int) -> float:
+        """The last call whose write of this place, of a block or of a sector, comes to the disk."""
+        return chance.randrange(at + 1) if chance.random() < lost else at
+
+    for number, call in enumerate(calls[:at]):
+        if call.kind == "write" and call.synced >= at:
+            disk.write_some(
+                number, call, lambda inode, place: last(inode, place if is_torn else place // BLOCK)
+            )
+        elif call.synced < at or chance.random() >= lost:
             disk.do(call)
-        else:
-            disk.tear(call, chance)
     return disk
 
 

@@ -250,8 +250,13 @@ def test_what_root_makes_belongs_to_the_owner_of_the_folder(reachable: Path) -> 
 def test_a_change_that_a_look_up_waits_for_too_long_is_a_miss(tmp_path: Path) -> None:
     store = open_quiet(tmp_path / "store")
     put(store, 1)
-    with closing(sqlite3.connect(tmp_path / "store" / "index" / "index.sqlite")) as stopped:
+    index = tmp_path / "store" / "index" / "index.sqlite"
+    with closing(sqlite3.connect(index, check_same_thread=False)) as stopped:
         stopped.execute("BEGIN EXCLUSIVE")
         assert there(store, 1) == [False]
         assert store.stats.index_errors == 1
-    assert there(store, 1) == [True]
+        end = threading.Timer(1.0, stopped.rollback)
+        end.start()
+        assert store.drop(NAMESPACE) == 1, "who deletes waits longer"
+        end.join()
+    assert there(store, 1) == [False]

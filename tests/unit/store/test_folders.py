@@ -209,6 +209,8 @@ def test_links_inside_are_not_followed(tmp_path: Path) -> None:
     path.unlink()
     path.symlink_to(outside / path.name)
     assert get(store, 1) is None, "a linked file is not read"
+    assert not path.is_symlink(), "and the link goes"
+    put(store, 1)
     path.unlink()
     path.parent.rmdir()
     path.parent.symlink_to(outside)

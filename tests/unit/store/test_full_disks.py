@@ -2,7 +2,9 @@
 
 import errno
 import os
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from store_testing import (
     put,
     there,
 )
+from test_damaged_index import settle
 
 PAGES = 60
 GC = f"gc --min-free-bytes 0 --quota-bytes {20 * FILE}"
@@ -124,6 +127,22 @@ def test_space_that_eviction_does_not_give_back_empties_no_store(memory_path: Pa
     assert sum(there(store, *range(PAGES))) >= PAGES - 12
     left.clear()
     assert put(store, 200) == [True]
+
+
+def test_damage_that_only_an_eviction_for_room_meets_is_mended(memory_path: Path) -> None:
+    full: list[int] = []
+    ops = ops_that(write=broken(errno.ENOSPC, lambda *arguments: bool(full)))
+    store = open_quiet(memory_path / "store", ops=ops)
+    put(store, 1)
+    with closing(sqlite3.connect(memory_path / "store" / "index" / "index.sqlite")) as index:
+        index.execute(f"INSERT INTO recency VALUES (x'{'00' * 57 + '01'}')")
+        index.commit()
+    full.append(1)
+    assert put(store, 2) == [False]
+    full.clear()
+    settle(store)
+    assert put(store, 2) == [True]
+    assert_sound(store)
 
 
 def test_a_store_that_has_nothing_and_no_room_says_so(tmp_path: Path) -> None:

@@ -172,6 +172,28 @@ def test_a_folder_of_somebody_else_is_warned_of_and_ours_is_narrowed(
     assert other.stat().st_mode & 0o777 == 0o700
 
 
+def test_what_others_own_or_may_write_inside_is_warned_of(
+    reachable: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = reachable / "given"
+    owned_by(USER, USER, 0o700)(path)
+    for part, change, said in (
+        (path, None, "belongs to user 1000"),
+        (path / "pages", lambda part: part.chmod(0o777), "mode 777 and belongs to user 0"),
+        (path / "index", lambda part: os.chown(part, USER, USER), "belongs to user 1000"),
+    ):
+        if change is not None:
+            os.chown(path, 0, 0)
+            for each in (path / "pages", path / "index", path / "sessions"):
+                os.chown(each, 0, 0)
+                each.chmod(0o700)
+            change(part)
+        caplog.clear()
+        assert opening(path) is None
+        [line] = [line for line in caplog.messages if "other users may replace pages" in line]
+        assert f"{part} has" in line and said in line
+
+
 def test_users_of_one_folder_are_told_that_they_are_two(reachable: Path) -> None:
     path = reachable / "given"
     owned_by(0, 0, 0o777)(path)
