@@ -60,7 +60,6 @@ _SIZE = pydantic.TypeAdapter(ByteSize)
 def _bytes(value: object) -> object:
     if not isinstance(value, str):
         return value
-<<<<<<< HEAD
     if not _SIZES.fullmatch(size := value.strip()):
         raise ValueError('must be a number of bytes, such as 500000000000 or "500GB"')
     size = size.lower().replace(",", "").removesuffix("bytes").removesuffix("b")
@@ -84,37 +83,6 @@ def _absolute(value: object) -> Path:
 
 
 _Absolute = Annotated[Path, BeforeValidator(_absolute)]
-=======
-    # ByteSize ignores what follows a number, as in "500,000,000,000" and "1,5TB".
-    if match := _SIZE_TEXT.fullmatch(value.strip().lower()):
-        unit = f"{match[2]}b" if match[2] else ""
-        return int(_SIZE.validate_python(match[1].replace(",", "") + unit))
-    raise ValueError('must be a number of bytes, such as 500000000000 or "500GB"')
-
-
-_SIZE = pydantic.TypeAdapter(ByteSize)
-_SIZE_TEXT = re.compile(r"(\d+(?:\.\d+)?(?=\s*[kmgtpe])|\d+|\d{1,3}(?:,\d{3})+)\s*([kmgtpe]i?)?b?")
-Bytes = Annotated[int, BeforeValidator(_bytes)]  # "500GB" is 10^9, "4GiB" is 2^30
-
-
-def _path(value: object) -> object:
-    if value is None or isinstance(value, Path):
-        return value
-    if not isinstance(value, str) or not Path(value).expanduser().is_absolute():
-        raise ValueError("must be the absolute path of a file that hcache profile wrote")
-    return Path(value).expanduser()
-
-
-def _table(right: str) -> BeforeValidator:
-    """Tables only; the message says what is ``right``."""
-
-    def table(value: object) -> object:
-        if value is None or isinstance(value, Mapping | BaseModel):
-            return value
-        raise ValueError(f"must be {right}")
-
-    return BeforeValidator(table)
->>>>>>> 6ec4daea3971b03082c3e98034bdcbfc1a811cc4
 
 
 class _Table(BaseModel):

@@ -124,14 +124,14 @@ class Disk:
             if folder.is_in_place() and folder.index_file_is_gone():
                 self._index_is_broken = True
             if self._index_is_broken:
-                self.report("index", "has no sound index; it is made anew")
+                self.note_problem("index", "has no sound index; it is made anew")
                 try:
                     folder.set_index_aside()
                 except OSError as error:
-                    self.report("index", f"keeps its index: {error}")
+                    self.note_problem("index", f"keeps its index: {error}")
             if not folder.is_in_place():
                 gone = "is gone; its pages are misses until it is back"
-                self.report("vanished", gone, folders_lost=1)
+                self.note_problem("vanished", gone, folders_lost=1)
                 self.detach()
         if self._folder is None and not self._closed:
             self._come_back()
@@ -155,14 +155,14 @@ class Disk:
         if isinstance(error, OfflineError):
             self._stats.add(pages_dropped_offline=pages)
         elif isinstance(error, LockedError):
-            self.report("lock", f"is locked: {error}", pages_dropped_late=pages)
+            self.note_problem("lock", f"is locked: {error}", pages_dropped_late=pages)
         elif pages and is_no_space(error):  # a full disk works
             full = f"is full: {error}; new pages are not stored"
-            self.report("full", full, pages_dropped_full=pages)
+            self.note_problem("full", full, pages_dropped_full=pages)
         else:
             counts = {_COUNTERS[what]: max(pages, 1)} if what in _COUNTERS else {}
             counts["index_errors"] = isinstance(error, sqlite3.Error)
-            self.report(what, f"failed ({what}): {error}", **counts)
+            self.note_problem(what, f"failed ({what}): {error}", **counts)
             self._index_is_broken = self._index_is_broken or is_damaged(error)
             # If the process has too many files open, that is no fault of the disk.
             if getattr(error, "errno", None) not in (errno.EMFILE, errno.ENFILE):
@@ -171,9 +171,9 @@ class Disk:
                 self._errors_in_a_row[writing] = 0
                 self._rest_until[writing] = time.monotonic() + _REST_SECONDS
                 rests = f"is not {'written' if writing else 'used'} for {_REST_SECONDS:.0f} s"
-                self.report(rests, f"{rests}: {_ERRORS_IN_A_ROW} failures in a row")
+                self.note_problem(rests, f"{rests}: {_ERRORS_IN_A_ROW} failures in a row")
 
-    def report(self, kind: str, message: str, **counts: int) -> None:
+    def note_problem(self, kind: str, message: str, **counts: int) -> None:
         self._stats.add(**counts)
         self._problems.report(kind, f"{self.path} {message}")
 
@@ -185,11 +185,13 @@ class Disk:
             is_store = store_folder.is_store_folder(self.path)
             known = self._device if self._device is not None or not is_store else device
             if device != known and (not is_store or device == _device_of_root()):
-                self.report("offline", "is not used: its disk is not mounted, or another one is")
+                self.note_problem(
+                    "offline", "is not used: its disk is not mounted, or another one is"
+                )
                 return
             self.attach(create=not is_store)
         except OSError as error:
-            self.report("offline", f"cannot be used: {error}")
+            self.note_problem("offline", f"cannot be used: {error}")
         else:
             logger.info("hcache: %s works again", self.path)
 
@@ -272,9 +274,9 @@ class Disk:
                     self._discard(read.entry, None)
                 except DamagedFileError as error:
                     self._discard(read.entry, error.status)
-                    self.report("damaged", f"has a damaged page: {error}", bad_pages=1)
+                    self.note_problem("damaged", f"has a damaged page: {error}", bad_pages=1)
                 except ValueError as error:
-                    self.report("size", f"has a page of another size: {error}")
+                    self.note_problem("size", f"has a page of another size: {error}")
                 except OSError as error:
                     self.failed("read", error)
                 else:
@@ -329,7 +331,9 @@ class Disk:
         if ready := [write for write in taken if write.place is not None]:
             self._commit(ready, deadline)
         if left := pages - len(taken):
-            self.report("late", f"is too slow; it has {left} pages less", pages_dropped_late=left)
+            self.note_problem(
+                "late", f"is too slow; it has {left} pages less", pages_dropped_late=left
+            )
 
     def flush(self) -> bool:
         """Bring everything to the disk; False if it refused."""
@@ -524,7 +528,7 @@ class Disk:
             if evicted and room.of_disk and not room.fits:
                 self._in_vain += 1
         if room.bound is not None:
-            self.report("full", f"is full: {room.bound}; new pages are not stored")
+            self.note_problem("full", f"is full: {room.bound}; new pages are not stored")
         return room
 
     def _evict(self, folder: Folder, wanted: int, seconds: float, below: int = LAST_RANK) -> bool:

@@ -426,7 +426,7 @@ def _mark(entry: Entry) -> bytes:
     return _RANK.pack(entry.rank) + entry.name.page + bytes(entry.name.shard)
 
 
-def _unmark(mark: Any) -> tuple[int, bytes]:
+def _unmark(mark: object) -> tuple[int, bytes]:
     """The rank, and namespace and key, of a mark in ``recency``."""
     if isinstance(mark, bytes) and len(mark) == _RANK.size + _NAME_BYTES + len(bytes(Shard(0, 1))):
         [rank] = _RANK.unpack_from(mark)

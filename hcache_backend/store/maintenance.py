@@ -44,7 +44,7 @@ def maintain(disk: Disk, recency: Recency, config: HCacheConfig, stopping: threa
                 next_save = now + _RECENCY_SECONDS
             _recover(disk, stopping)
         except Exception:
-            disk.report("maintenance", f"maintenance failed: {traceback.format_exc()}")
+            disk.note_problem("maintenance", f"maintenance failed: {traceback.format_exc()}")
 
 
 def _recover(disk: Disk, stopping: threading.Event) -> None:

@@ -35,29 +35,6 @@ def test_defaults_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("500000000000", 5 * 10**11),
-        ("500,000,000,000", 5 * 10**11),  # as our own messages print it
-        ("4,294,967,296", 1 << 32),
-        ("500GB", 5 * 10**11),
-        ("500g", 5 * 10**11),
-        ("500Gi", 500 << 30),  # Kubernetes
-        (" 4 GiB ", 4 << 30),
-        ("1.5TB", 15 * 10**11),
-        *((text, None) for text in ("500.000.000.000", "1,5TB", "1,00", "1.500", "80%", "ib", "")),
-        *((text, None) for text in ("500GB per disk", "1e12", "-5", "5 5", "0x10", "much")),
-    ],
-)
-def test_a_size_is_understood_as_a_whole_or_refused(text: str, size: int | None) -> None:
-    if size is not None:
-        assert parse_config({"quota_bytes": text}, "hcache").quota_bytes == size
-        return
-    with pytest.raises(ConfigError, match=r"option 'quota_bytes' is .* must be a number of bytes"):
-        parse_config({"quota_bytes": text}, "hcache")
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         ([], "hcache: must be a table of options"),

@@ -40,10 +40,10 @@ ANY = {
     "hcache_backend/prefetch": 10,
     "hcache_backend/projection": 12,
     "hcache_backend/restore": 8,
-    "hcache_backend/sglang": 143,
-    "hcache_backend/start": 44,
+    "hcache_backend/sglang": 152,
+    "hcache_backend/start": 45,
     "hcache_backend/store": 1,
-    "hcache_backend/tiers": 11,
+    "hcache_backend/tiers": 12,
     "kernels": 2,
     "kernels/codecs": 1,
 }
@@ -54,7 +54,7 @@ FOREIGN = """
     controller ctx decode_req device_indices device_pool draft engine_stream event forward_batch
     graphs host_indices host_pool host_pool_name index k kernel kind kv_pool kvcache kwargs
     mem_pool_host model node operation other params place q queue receipt req request result retries
-    runner scheduler server_args slots stream table token_ids tree updater v value
+    runner scheduler server_args slots stream table token_ids tree updater v value weight_manager
 """
 
 
