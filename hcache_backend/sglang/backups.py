@@ -23,6 +23,7 @@ from hcache_backend.ranks import Proposal, Turn
 
 _PAGES = 128  # a turn puts no further node once its nodes have this many pages
 _NODES = 1 << 16  # nodes that are known after the device has evicted them; the oldest are forgotten
+_REST_ANSWERS = 64  # behind a chain that L3 did not take: its disk may be full or gone
 _FINISH_SECONDS = 10.0  # SGLang kills processes 15 s after it has told them to stop
 _POLL_SECONDS = 0.001
 
@@ -65,6 +66,7 @@ class Backups:
         self._putting: set[int] = set()  # nodes of chains that HiCache has not given to L3 yet
         self._copied: int | None = None  # the last one that was copied to host memory for that
         self._again: dict[int, int] = {}  # operations that are not answered, of nodes of chains
+        self._rest = 0  # answers during which no chain begins
 
     def gave(self, cache: Any, number: int) -> None:
         """HiCache has queued a node for L3."""
@@ -83,7 +85,7 @@ class Backups:
         for operation in operations:
             hole = operation.id in self.behind_holes
             self.behind_holes.discard(operation.id)
-            if operation.id in cache.ongoing_backup:
+            if self.on and operation.id in cache.ongoing_backup:
                 number = cache.ongoing_backup[operation.id][0]
                 self._answered.append(_Answer(operation.id, number, hole))
 
@@ -100,6 +102,7 @@ class Backups:
             done, self._answered = self._answered[: first + 1], self._answered[first + 1 :]
             for place, answer in enumerate(done):
                 again = self._again.pop(answer.operation, None) is not None
+                self._rest = max(0, self._rest - 1)
                 if place == first:
                     self._begin_chain(cache, answer.number, again=again)
         self._put_chains(cache)
@@ -118,7 +121,9 @@ class Backups:
                 break
             chain.append(node)
             before = node.before
-        if before is not None or again:  # the first time there was no room for its beginning
+        if again:
+            self._rest = _REST_ANSWERS
+        if before is not None or self._rest:
             metrics.PAGES.count("heads_not_put", sum(node.pages for node in chain[1:]) or 1)
         elif all(chain[0] not in other for other in self._chains):
             self._chains.append(chain)

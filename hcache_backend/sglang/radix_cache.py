@@ -72,7 +72,7 @@ def around_drain(
 
         apply_reports(taken, running, current().prefetches, controller.page_size)
     answered, l3 = list(itertools.islice(asked, n_storage_hit or 0)), our_l3(cache)
-    if l3 is not None:
+    if l3 is not None and n_backup is not None:  # None: this rank alone, before a detach
         l3.backups.answered(
             cache, list(itertools.islice(controller.ack_backup_queue.queue, n_backup))
         )

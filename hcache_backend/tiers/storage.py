@@ -180,7 +180,8 @@ class HCacheStorage(HiCacheStorage):
                 return True
             metrics.PAGES.count("dropped_without_beginning", len(operation.hash_value))
             self.backups.behind_holes.add(operation.id)
-        return False
+            return False
+        return True
 
     def wrote(self, operation: Any) -> None:
         """HiCache has written a node, in its thread."""
