@@ -37,7 +37,7 @@ class PageProofs:
             at = None if first is None else first + i * size
             problem: str | None = "page_with_lost_layers"
             if arena.depth(host_pages[i : i + 1])[0] <= 0:
-                problem = self._header_problem(page, own, at)
+                problem = self._header_problem(page, key_bytes(key), own, at)
             if problem is not None:
                 metrics.PROBLEMS.count(problem)
                 if "other" in problem:
@@ -46,7 +46,9 @@ class PageProofs:
             self._layout.seal(page, key_bytes(key))
         return len(host_pages)
 
-    def _header_problem(self, page: Bytes, token_ids: Ints, position: int | None) -> str | None:
+    def _header_problem(
+        self, page: Bytes, key: bytes, token_ids: Ints, position: int | None
+    ) -> str | None:
         """Reason why a page (uint8 ``[page_bytes]``) must not be stored, or None; then its header
         is complete except its seal. ``token_ids``: int32 ``[page_size]``, from ``position`` on."""
         runtime = self._runtime
@@ -66,7 +68,10 @@ class PageProofs:
             return "page_of_other_weights"
         if position is None:
             return "page_without_position"
-        layout.begin_header(page, runtime.page_namespace(weights), runtime.writer)
+        namespace = runtime.page_namespace(weights)
+        if self._layout.problem(page, namespace, key, token_ids, segments=False) is None:
+            return None  # it was sealed before, and a load may be reading its positions
+        layout.begin_header(page, namespace, runtime.writer)
         layout.positions(page)[:] = np.arange(position, position + self._layout.page_size)
         layout.token_ids(page)[:] = token_ids
         return None

@@ -23,7 +23,9 @@ from hcache_backend.ranks import Proposal, Turn
 
 _PAGES = 128  # a turn puts no further node once its nodes have this many pages
 _NODES = 1 << 16  # nodes that are known after the device has evicted them; the oldest are forgotten
-_REST_ANSWERS = 64  # behind a chain that L3 did not take: its disk may be full or gone
+_ANSWERS = 32  # on which the ranks agree in a turn
+_LEFT_OUT = 64  # chains through a node that L3 did not take, before the next one is tried
+_NO_HOLE = 1 << 62
 _FINISH_SECONDS = 10.0  # SGLang kills processes 15 s after it has told them to stop
 _POLL_SECONDS = 0.001
 
@@ -42,31 +44,32 @@ class _Answer(NamedTuple):
 
     operation: int
     number: int  # of its node
-    hole: bool  # L3 lacks a page before the node, so it was not written
+    hole: int  # first page before the node that L3 lacks, so that it was not written; or _NO_HOLE
 
 
 class Backups:
-    """Scheduler thread only, but for :attr:`behind_holes`. All ranks put the same nodes at once.
-    Pipeline stages put none, and write each node.
+    """Scheduler thread only, but for :attr:`holes`. All ranks put the same nodes at once. Pipeline
+    stages, and servers without a cache in host memory, put none, and write each node.
 
     Attributes:
-        behind_holes: Operations of HiCache's backup thread that wrote nothing on this rank,
-            because L3 lacks a page before theirs.
+        holes: Operations of HiCache's backup thread that wrote nothing on this rank, and the first
+            page before theirs that L3 lacks.
     """
 
     def __init__(self, stages: int) -> None:
         self.on = stages == 1
-        self.behind_holes: set[int] = set()
+        self.holes: dict[int, int] = {}
         self._cache: Any = None
         self._given: dict[int, _Node] = {}  # to L3, by number
         self._answered: list[_Answer] = []
-        self._first_hole: Proposal | None = None  # its place among those
+        self._first_holes: Proposal | None = None  # of the first of those
         # To be put, each from the last node to the first.
         self._chains: deque[list[_Node]] = deque()
+        self._begins = True  # chains
         self._putting: set[int] = set()  # nodes of chains that HiCache has not given to L3 yet
         self._copied: int | None = None  # the last one that was copied to host memory for that
         self._again: dict[int, int] = {}  # operations that are not answered, of nodes of chains
-        self._rest = 0  # answers during which no chain begins
+        self._refused: dict[bytes, int] = {}  # nodes that L3 did not take: chains to leave out
 
     def gave(self, cache: Any, number: int) -> None:
         """HiCache has queued a node for L3."""
@@ -77,54 +80,59 @@ class Backups:
         node = _on_device(cache, number)
         if node is not None:
             self._given[number] = node
-            if len(self._given) > _NODES:
-                del self._given[next(iter(self._given))]
+            _forget_oldest(self._given)
 
     def answered(self, cache: Any, operations: Sequence[Any]) -> None:
         """The backup thread is done with these, on every rank."""
-        for operation in operations:
-            hole = operation.id in self.behind_holes
-            self.behind_holes.discard(operation.id)
-            if self.on and operation.id in cache.ongoing_backup:
+        for operation in operations if self.on else ():
+            hole = self.holes.pop(operation.id, _NO_HOLE)
+            if operation.id in cache.ongoing_backup:
                 number = cache.ongoing_backup[operation.id][0]
                 self._answered.append(_Answer(operation.id, number, hole))
 
     def propose_holes(self, turn: Turn) -> None:
-        self._first_hole = None
+        self.on = self.on and getattr(turn.cache, "buffer_pipeline", None) is None
+        self._first_holes = None
         if self._answered:
-            holes = [place for place, answer in enumerate(self._answered) if answer.hole]
-            self._first_hole = turn.propose(*holes[:1] or [len(self._answered)])
+            self._first_holes = turn.propose(*(one.hole for one in self._answered[:_ANSWERS]))
 
     def apply_holes(self, cache: Any) -> None:
-        """Nodes before the first hole of any rank are written; those behind it wait for a turn."""
-        if self._first_hole is not None:
-            [first] = self._first_hole.least
-            done, self._answered = self._answered[: first + 1], self._answered[first + 1 :]
-            for place, answer in enumerate(done):
+        """Put the beginnings of nodes that a rank did not write; others wait for a turn."""
+        if self._first_holes is not None:
+            done, self._answered = self._answered[:_ANSWERS], self._answered[_ANSWERS:]
+            for answer, hole in zip(done, self._first_holes.least, strict=True):
                 again = self._again.pop(answer.operation, None) is not None
-                self._rest = max(0, self._rest - 1)
-                if place == first:
-                    self._begin_chain(cache, answer.number, again=again)
+                if hole != _NO_HOLE:
+                    self._begin_chain(cache, answer.number, hole, again=again)
         self._put_chains(cache)
         if not (cache.ongoing_backup or cache.ongoing_write_through or self._answered):
             self._putting.clear()  # of a tree that was flushed meanwhile
             self._again.clear()
 
-    def _begin_chain(self, cache: Any, number: int, *, again: bool) -> None:
-        if number in {*self._putting, *self._again.values()}:
-            return  # put since then
+    def _begin_chain(self, cache: Any, number: int, hole: int, *, again: bool) -> None:
+        """Put the nodes from the one with page ``hole`` of the sequence on, up to ``number``."""
+        if not self._begins or number in {*self._putting, *self._again.values()}:
+            return  # ... or it was put since then
         chain: list[_Node] = []
         before: int | None = number
         while before is not None:
             node = _on_device(cache, before) or self._given.get(before)
             if node is None:
-                break
+                metrics.PAGES.count("heads_not_put", sum(node.pages for node in chain[1:]))
+                return
             chain.append(node)
             before = node.before
-        if again:
-            self._rest = _REST_ANSWERS
-        if before is not None or self._rest:
-            metrics.PAGES.count("heads_not_put", sum(node.pages for node in chain[1:]) or 1)
+        start = 0
+        while start + chain[-1].pages <= hole and len(chain) > 1:
+            start += chain.pop().pages
+        if again:  # its disk is full or gone, or a page before it must not be stored
+            self._refused[chain[0].key] = _LEFT_OUT
+            _forget_oldest(self._refused)
+        refused = [node.key for node in chain if self._refused.get(node.key)]
+        for key in refused:
+            self._refused[key] -= 1
+        if refused:
+            metrics.PAGES.count("heads_not_put", sum(node.pages for node in chain[1:]))
         elif all(chain[0] not in other for other in self._chains):
             self._chains.append(chain)
 
@@ -138,7 +146,11 @@ class Backups:
             chain = self._chains[0]
             node, there = chain[-1], _is_there(cache, chain[-1])
             if there and cache.is_backuped(node.number):
-                if self._copied in cache.ongoing_write_through:
+                # A state or a window of the node may be on its way to host memory, too.
+                copies = cache.ongoing_write_through
+                if self._copied in copies or any(
+                    node.number in one.publish_node_ids for one in copies.values()
+                ):
                     return
                 self._putting.add(node.number)
                 cache.write_backup_storage(node.number)
@@ -163,6 +175,7 @@ class Backups:
         self._chains.clear()
         self._putting.clear()
         self._again.clear()
+        self._refused.clear()
 
     def finish(self) -> None:
         """Wait for running backups, for a limited time, before the weights change or the memory of
@@ -172,7 +185,10 @@ class Backups:
         self.forget()
         if not self.on or cache is None or cache.ongoing_load_back or cache.ongoing_prefetch:
             return
-        if not self._backups_end(cache, time.monotonic() + _FINISH_SECONDS):
+        self._begins = False  # what is put now would be of weights that are about to leave
+        ended = self._backups_end(cache, time.monotonic() + _FINISH_SECONDS)
+        self._begins = True
+        if not ended:
             logger.warning(
                 f"hcache: backups did not end in {_FINISH_SECONDS:g} s: SGLang may be unable to "
                 "flush its caches now, and then ends the server"
@@ -210,6 +226,11 @@ class Backups:
                 return False
             time.sleep(_POLL_SECONDS)
         return True
+
+
+def _forget_oldest(known: dict[Any, Any]) -> None:
+    if len(known) > _NODES:
+        del known[next(iter(known))]
 
 
 def _on_device(cache: Any, number: int) -> _Node | None:

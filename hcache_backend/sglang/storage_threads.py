@@ -105,10 +105,11 @@ def around_read_batch(original: Original, controller: Any, *a: Any, **kw: Any) -
 
 
 def around_backup(original: Original, controller: Any, operation: Any) -> Any:
-    """Around ``HybridCacheController._page_backup``. No look-up finds a node behind a page that L3
-    lacks, so it is not written. L3 tells what it stores."""
+    """Around ``HybridCacheController._page_backup``. A server that has lost all but L3 finds no
+    node behind a page that L3 lacks, so it is not written. L3 tells what it stores."""
     l3 = our_l3_of(controller)
-    if l3 is not None and not l3.reaches(operation):
+    writes = not getattr(controller, "backup_skip", False)  # another rank writes the same for it
+    if l3 is not None and writes and not l3.reaches(operation):
         return None
     result = original(controller, operation)
     if l3 is not None:

@@ -14,6 +14,7 @@
 import errno
 import json
 import os
+import re
 import resource
 import secrets
 import sqlite3
@@ -528,13 +529,14 @@ def existing_part(path: Path) -> Path:
 
 def file_system_of(place: Path) -> str:
     """The kind of file system that a folder is on, such as ``ext4``; ``unknown`` without /proc."""
-    mounts = _MOUNTS.read_text() if _MOUNTS.exists() else ""
+    mounts = _MOUNTS.read_bytes() if _MOUNTS.exists() else b""
     best, kind = 0, "unknown"
     for line in mounts.splitlines():
-        _, where, found, *_ = line.split(" ")
-        where = where.replace("\\040", " ")
-        if len(where) >= best and place.resolve().is_relative_to(where):
-            best, kind = len(where), found
+        _, name, found, *_ = line.split(b" ")
+        # The kernel writes a blank, a tab, a line's end and a backslash as three octal digits.
+        where = re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), name)
+        if len(where) >= best and place.resolve().is_relative_to(os.fsdecode(where)):
+            best, kind = len(where), found.decode()
     return kind
 
 

@@ -176,11 +176,12 @@ class HCacheStorage(HiCacheStorage):
             return True
         with _catching("exists"):
             before = self._pages(PoolName.KV, operation.prefix_keys) or ()
-            if all(all(self._tier.local.exists(part)) for part in before):
-                return True
-            metrics.PAGES.count("dropped_without_beginning", len(operation.hash_value))
-            self.backups.behind_holes.add(operation.id)
-            return False
+            there = [self._tier.local.exists(part) for part in before]
+            first = min((part.index(False) for part in there if not all(part)), default=None)
+            if first is not None:
+                metrics.PAGES.count("dropped_without_beginning", len(operation.hash_value))
+                self.backups.holes[operation.id] = first
+                return False
         return True
 
     def wrote(self, operation: Any) -> None:

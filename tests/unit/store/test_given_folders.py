@@ -206,11 +206,12 @@ def test_users_of_one_folder_are_told_that_they_are_two(reachable: Path) -> None
 def test_a_network_file_system_is_refused_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mounts = tmp_path / "mounts"
-    mounts.write_text(f"/dev/root / ext4 rw 0 0\nserver:/x {tmp_path}/nfs nfs4 rw 0 0\n")
+    mounts, at = tmp_path / "mounts", os.fsencode(tmp_path)
+    others = b"/dev/root / ext4 rw 0 0\nnone /caf\xe9 tmpfs rw 0 0\n"
+    mounts.write_bytes(others + b"server:/x %s/n\\011f\\134s nfs4 rw 0 0\n" % at)
     monkeypatch.setattr(folder_module, "_MOUNTS", mounts)
-    (tmp_path / "nfs").mkdir()
-    for path in (tmp_path / "nfs", tmp_path / "nfs" / "store"):
+    (tmp_path / "n\tf\\s").mkdir()
+    for path in (tmp_path / "n\tf\\s", tmp_path / "n\tf\\s" / "store"):
         status, said = doctors_verdict(path)
         assert status == 1 and "its file system is nfs4" in said
         assert "its file system is nfs4" in str(opening(path))

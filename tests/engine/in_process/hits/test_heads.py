@@ -36,6 +36,7 @@ class Cache:
         self.nodes = {i: KEYS[i * NODE : (i + 1) * NODE] for i in range(8)}
         self.evicted, self.in_host_memory = set[int](), set[int]()
         self.l3, self.given = set[int](), list[int]()
+        self.held = set[int]()  # nodes whose copy to host memory takes longer
         self.tree_core = SimpleNamespace(
             snapshot_buffer_backup=self._snapshot, get_hash_values=self.nodes.__getitem__
         )
@@ -67,7 +68,8 @@ class Cache:
         if self.refused:
             return 0
         self.in_host_memory.update(action.node_ids)
-        self.ongoing_write_through |= dict.fromkeys(action.node_ids)
+        [node] = action.node_ids
+        self.ongoing_write_through[node] = SimpleNamespace(publish_node_ids=[node])
         return NODE
 
     def write_backup_storage(self, node: int) -> None:
@@ -81,14 +83,15 @@ class Cache:
     ) -> None:
         """The copies to host memory are there, and L3 has written what it may."""
         self.backups = backups
-        for node in list(self.ongoing_write_through):
+        for node in self.ongoing_write_through.keys() - self.held:
             del self.ongoing_write_through[node]
             self.write_backup_storage(node)
         for operation, (node, _) in self.ongoing_backup.items():
-            if all(before in self.l3 for before in range(node)):
+            lacks = [before for before in range(node) if before not in self.l3]
+            if not lacks:
                 self.l3 |= set() if self.full else {node}
             else:
-                backups.behind_holes.add(operation)
+                backups.holes[operation] = lacks[0] * NODE
         backups.answered(self, [SimpleNamespace(id=operation) for operation in self.ongoing_backup])
         self.ongoing_backup.clear()
         turn = Turn()
@@ -258,6 +261,23 @@ def test_while_l3_takes_nothing_beginnings_are_put_now_and_then(heads: dict[str,
     assert cache.l3 == {0, 1}
 
 
+def test_a_node_whose_state_is_on_its_way_to_host_memory_is_put_behind_that() -> None:
+    """L3 would keep the bytes that were there before."""
+    cache, backups = Cache(), Backups(1)
+    cache.in_host_memory = {0, 1}
+    cache.turn(backups)
+    cache.write_backup_storage(1)
+    cache.ongoing_write_through[5] = SimpleNamespace(publish_node_ids=[0, 5])
+    cache.held = {5}
+    for _ in range(3):
+        cache.turn(backups)
+        assert cache.given == [1]
+    cache.held = set()
+    for _ in range(3):
+        cache.turn(backups)
+    assert cache.l3 >= {0, 1}
+
+
 def test_ranks_put_what_one_of_them_lacks() -> None:
     cache, backups = Cache(), Backups(1)
     cache.in_host_memory = {0, 1, 2}
@@ -266,10 +286,10 @@ def test_ranks_put_what_one_of_them_lacks() -> None:
         cache.write_backup_storage(node)
 
     def another_lacks_the_first(numbers: Any, _: Any) -> None:
-        numbers[0] = min(int(numbers[0]), 1)
+        numbers[1] = min(int(numbers[1]), 0)
 
     cache.turn(backups, another_lacks_the_first)
-    assert cache.given == [0, 1, 2, 0, 1]  # the answer of node 2 waits for the next turn
+    assert cache.given == [0, 1, 2, 0, 1]
     cache.turn(backups)
     assert not backups._answered and not backups._chains
 
