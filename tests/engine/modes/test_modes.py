@@ -71,7 +71,7 @@ class TestServerThatWasStartedWithoutUs:
             ),
             (
                 *({}, {"dirz": ["/tmp"]}),
-                "hcache: unknown option 'dirz' (value ['/tmp']); did you mean 'dirs'?",
+                "hcache: unknown option 'dirz'; did you mean 'dirs'?",
             ),
             ({"dirs": ["/tmp"]}, {}, "it belongs under the key 'hcache'"),
             ({"interface_v1": 0}, {}, "'interface_v1' is 0; it must be 1"),

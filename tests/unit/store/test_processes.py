@@ -155,13 +155,13 @@ def stop_with_the_lock(process: ForkServerProcess, folder: Path) -> None:
         os.close(lock)
 
 
-def test_a_stopped_process_that_keeps_the_lock_costs_others_writes_and_no_reads(
+def test_a_stopped_process_that_keeps_the_lock_costs_others_writes_and_makes_no_page_wrong(
     memory_path: Path,
     workers: Workers,
-    caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A debugger, a frozen container: the process does not die, so nobody takes its lock."""
+    """A debugger, a frozen container: the process does not die, so nobody takes its lock. If it was
+    stopped in the middle of a commit, others cannot look up either."""
     folder = memory_path / "a"
     monkeypatch.setattr("hcache_backend.store.page_store.WRITE_SECONDS", 0.5)
     store = open_quiet(folder)
@@ -171,11 +171,9 @@ def test_a_stopped_process_that_keeps_the_lock_costs_others_writes_and_no_reads(
         time.sleep(0.01)
     stop_with_the_lock(workers[0], folder)
     numbers = [int(line) for line in whole_lines(task) if line.isdigit()]
-    for number in {*numbers}:
-        assert get(store, number) == content(key(number))
+    assert_right_or_miss(store, *numbers[:20])
     assert put(store, PAGES) == [False]
-    assert store.stats.pages_dropped_late == 1
-    assert "another user of the folder keeps its lock" in caplog.text
+    assert store.stats.pages_dropped_late + store.stats.pages_dropped_offline == 1
     assert workers[0].pid is not None
     os.kill(workers[0].pid, signal.SIGCONT)
     while put(store, PAGES) != [True]:
