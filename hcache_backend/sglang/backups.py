@@ -73,7 +73,6 @@ class Backups:
 
     def gave(self, cache: Any, number: int) -> None:
         """HiCache has queued a node for L3."""
-        self._cache = cache
         if number in self._putting:
             self._putting.remove(number)
             self._again[next(reversed(cache.ongoing_backup), 0)] = number
@@ -91,7 +90,8 @@ class Backups:
                 self._answered.append(_Answer(operation.id, number, hole))
 
     def propose_holes(self, turn: Turn) -> None:
-        self.on = self.on and getattr(turn.cache, "buffer_pipeline", None) is None
+        self.on = self.on and turn.cache.buffer_pipeline is None
+        self._cache = turn.cache
         self._first_holes = None
         if self._answered:
             self._first_holes = turn.propose(*(one.hole for one in self._answered[:_ANSWERS]))

@@ -25,7 +25,7 @@ class Cache:
         given: Nodes in the order in which HiCache gave them to L3.
     """
 
-    page_size, refused, full = 64, False, False
+    page_size, refused, full, buffer_pipeline = 64, False, False, None
     is_write_back = True
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Cache:
                 backups.holes[operation] = lacks[0] * NODE
         backups.answered(self, [SimpleNamespace(id=operation) for operation in self.ongoing_backup])
         self.ongoing_backup.clear()
-        turn = Turn()
+        turn = Turn(self)
         backups.propose_holes(turn)
         turn.agree(agree)
         backups.apply_holes(self)
@@ -102,7 +102,7 @@ class Cache:
 
 def finish(cache: Cache, stages: int = 1) -> None:
     backups = Backups(stages)
-    backups.gave(cache, 0)
+    backups.propose_holes(Turn(cache))  # a turn of the scheduler, before anything is written
     backups.finish()
 
 
@@ -120,7 +120,7 @@ def test_backups_end_before_memory_is_released() -> None:
     cache: Any = Cache()
     released = list[int]()
     backups = Backups(1)
-    backups.gave(cache, 0)
+    backups.propose_holes(Turn(cache))  # a turn of the scheduler, before anything is written
     cache.ongoing_backup = {1: None}
     cache.cache_controller = SimpleNamespace(storage_backend=SimpleNamespace(backups=backups))
 
