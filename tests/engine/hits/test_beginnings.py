@@ -51,11 +51,17 @@ def reached(folder: Path, conversations: Sequence[Conversation]) -> tuple[int, i
 
 
 def assert_all_are_reached(
-    server: Server, folder: Path, conversations: Sequence[Conversation], least: int
+    server: Server,
+    folder: Path,
+    conversations: Sequence[Conversation],
+    least: int,
+    late: int = 0,
 ) -> None:
+    """``late``: pages whose beginning another server evicted while they were written."""
     server.flush_cache()  # it waits for what is queued
     on_the_way, there = reached(folder, conversations)
-    assert on_the_way == there >= least
+    assert there - late <= on_the_way <= there
+    assert there >= least
     if "qwen3_5" not in str(server.options.model):  # Transformers reads its weights otherwise
         ours.assert_no_cache_output(Path(server.options.model), list(conversations))
 
@@ -116,6 +122,7 @@ def test_a_store_that_is_smaller_than_what_is_in_use(
                 converse(server, part, turns=turns, flush=False)
         for server in running:
             server.flush_cache()
-        assert_all_are_reached(running[0], folder, [talk for part in parts for talk in part], 20)
+        every, late = [talk for part in parts for talk in part], 6 * (servers - 1)  # of one turn
+        assert_all_are_reached(running[0], folder, every, 20, late)
         for server in running:
             ours.assert_nothing_went_wrong(server)
