@@ -35,7 +35,7 @@ check: setup
 test: setup versions
 	$(BIN)/python -m pytest -m "not long" $(IN_PARALLEL) $(ARGS)
 
-# Up to an hour, one after the other. What it finds is committed.
+# Three hours, one after the other. What it finds is committed.
 test-long: setup
 	$(BIN)/python -m pytest -m long --long-results=bench/results/long.json $(ARGS)
 

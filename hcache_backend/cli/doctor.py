@@ -189,7 +189,7 @@ def _seams() -> Check:
         return Check("SGLang", "fair", "not installed in this Python environment")
     version, other = sglang_version(), untested()
     if found.problems:
-        effect = "servers have plain pages" if other else "tested, but as it was released"
+        effect = "servers have plain pages" if other else "tested, but not as it is installed here"
         told = f"{version}: {effect}; {found.describe()}"
         return Check("SGLang", "fair", told)
     told = f"{other or f'{version}: tested'}; {found.describe()}"

@@ -3,7 +3,7 @@
 A look-up ends at the first page that L3 lacks. So a node is written only if L3 has all pages before
 it. HiCache gives L3 a node once. L3 may lack the pages before: they were computed before it was
 attached, ``write_back`` keeps them on the device, or L3 has lost them since. Then the nodes from
-the beginning of the conversation on are put again, the node last.
+the one with the first missing page on are put again, the node last.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Backups:
 
     def _begin_chain(self, cache: Any, number: int, hole: int, *, again: bool) -> None:
         """Put the nodes from the one with page ``hole`` of the sequence on, up to ``number``."""
-        if not self._begins or number in {*self._putting, *self._again.values()}:
-            return  # ... or it was put since then
+        if not self._begins or number in self._putting or number in self._again.values():
+            return  # the last two: it was put since then
         chain: list[_Node] = []
         before: int | None = number
         while before is not None:

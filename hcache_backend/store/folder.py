@@ -262,13 +262,10 @@ class Folder:
                     _ensure_folder(self.ops, _INDEX, self.root_fd)
                 return Index(self.path / _INDEX, self.ops, readonly=readonly)
             except (OSError, sqlite3.Error) as error:
-                if (
-                    readonly
-                    or not tries_left
-                    or not (is_damaged(error) or file_ops.is_no_space(error))
-                ):
+                damaged = is_damaged(error)
+                if readonly or not tries_left or not (damaged or file_ops.is_no_space(error)):
                     raise
-                if is_damaged(error):
+                if damaged:
                     logger.warning("hcache: %s gets a new index: %s", self.path, error)
                     _set_aside(self.ops, self.root_fd)
                 else:
@@ -624,10 +621,14 @@ def _set_aside(ops: FileOps, root_fd: int) -> None:
 def _remove_old_indexes(ops: FileOps, root_fd: int) -> None:
     for old in [name for name in ops.list(root_fd) if name.startswith(_BROKEN)]:
         with suppress(OSError):
-            with opened(ops, old, FOLDER, root_fd) as fd:
-                for file in ops.list(fd):
-                    ops.unlink(file, fd)
-            ops.remove_folder(old, root_fd)
+            _remove_with_files(ops, old, root_fd)
+
+
+def _remove_with_files(ops: FileOps, name: str, dir_fd: int) -> None:
+    with opened(ops, name, FOLDER, dir_fd) as fd:
+        for file in ops.list(fd):
+            ops.unlink(file, fd)
+    ops.remove_folder(name, dir_fd)
 
 
 def _boot_id() -> bytes:
@@ -659,10 +660,7 @@ def _remove_session(ops: FileOps, sessions_fd: int, token: str) -> None:
         # The lock file goes last: what is left is then still recognised.
         for name in sorted(ops.list(session_fd), key=lambda name: name == _LOCK):
             if name.startswith(_LANE):
-                with opened(ops, name, FOLDER, session_fd) as lane_fd:
-                    for file in ops.list(lane_fd):
-                        ops.unlink(file, lane_fd)
-                ops.remove_folder(name, session_fd)
+                _remove_with_files(ops, name, session_fd)
             else:
                 ops.unlink(name, session_fd)
         ops.remove_folder(token, sessions_fd)

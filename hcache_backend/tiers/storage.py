@@ -176,9 +176,9 @@ class HCacheStorage(HiCacheStorage):
             return True
         with _catching("exists"):
             before = self._pages(PoolName.KV, operation.prefix_keys) or ()
-            there = [self._tier.local.exists(part) for part in before]
-            first = min((part.index(False) for part in there if not all(part)), default=None)
-            if first is not None:
+            pages = len(operation.prefix_keys)
+            first = _leading(_all_parts(map(self._tier.local.exists, before), pages))
+            if first < pages:
                 metrics.PAGES.count("dropped_without_beginning", len(operation.hash_value))
                 self.backups.holes[operation.id] = first
                 return False
@@ -190,7 +190,7 @@ class HCacheStorage(HiCacheStorage):
             return
         keys, pages = operation.hash_value, self._pages(PoolName.KV, operation.hash_value)
         if pages is not None:
-            there = [all(part) for part in zip(*map(self._tier.local.exists, pages), strict=True)]
+            there = _all_parts(map(self._tier.local.exists, pages), len(keys))
             self.events.stored(keys, there, operation.prefix_keys or (), operation.token_ids)
 
     def _evicted(self, names: Sequence[PageName]) -> None:

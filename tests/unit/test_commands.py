@@ -54,6 +54,7 @@ def test_a_python_without_sglang_or_without_our_plugin_is_told(
     ("version", "problems", "verdict", "said"),
     [
         ("0.5.23", (), "good", "0.5.23: tested; all 9 seams are there"),
+        ("0.5.23", ("a", "b"), "fair", "0.5.23: tested, but not as it is installed here"),
         ("0.5.99", (), "fair", "SGLang 0.5.99 is newer than the tested ones"),
         ("0.5.99", ("a", "b"), "fair", "plain pages; of 9 seams 2 are missing: a; b"),
     ],
