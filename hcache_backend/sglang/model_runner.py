@@ -12,13 +12,10 @@ from hcache_backend.sglang.runtime import current
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner."
 _WEIGHTS = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
-_WEIGHT_UPDATES = (
-    "update_weights_from_disk",
-    "update_weights_from_tensor",
-    "update_weights_from_ipc",
-    "load_weights_from_distributed",
-    "end_weight_update",
-)
+# An update in one call, or the end of one in many.
+_WEIGHT_UPDATES = ("update_weights_from_disk", "update_weights_from_ipc", "end_weight_update")
+# SGLang refuses them unless end_weight_update will follow.
+_WEIGHT_BUCKETS = ("update_weights_from_tensor", "load_weights_from_distributed")
 
 
 def _attention(
@@ -76,6 +73,15 @@ def _around_weight_update(original: Original, updater: Any, *a: Any, **kw: Any) 
         runtime.end_weight_update()
 
 
+def _around_weight_bucket(original: Original, updater: Any, *a: Any, **kw: Any) -> Any:
+    runtime = current()
+    runtime.begin_weight_update()
+    try:
+        return original(updater, *a, **kw)
+    finally:
+        runtime.forget_weights()
+
+
 def _after_late_weights(original: Original, runner: Any, *a: Any, **kw: Any) -> Any:
     result = original(runner, *a, **kw)
     runtime = current()
@@ -98,6 +104,9 @@ FORWARD = Hook(_RUNNER + "forward", _capture_forward)
 LATE_WEIGHTS = Hook(_RUNNER + "finalize_startup_weight_load", _after_late_weights, OnError.RAISE)
 _GRAPHS = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner."
 REPLAY = Hook(_GRAPHS + "execute", _before_replay, OnError.END_L3)
-WEIGHTS = [Hook(_WEIGHTS + name, _around_weight_update, OnError.END_L3) for name in _WEIGHT_UPDATES]
+WEIGHTS = [
+    *(Hook(_WEIGHTS + name, _around_weight_update, OnError.END_L3) for name in _WEIGHT_UPDATES),
+    *(Hook(_WEIGHTS + name, _around_weight_bucket, OnError.END_L3) for name in _WEIGHT_BUCKETS),
+]
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController."
 RESET = Hook(_CONTROLLER + "reset", _after_reset, OnError.END_L3)

@@ -99,7 +99,8 @@ class Runtime:
     _stages: PipelineStages[Weights | None] | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _stand_in: Weights | None = None
-    _updates_pending: int = 0
+    _updates_pending: int = 0  # that have ended, and whose weights are being gathered
+    _update_is_open: bool = False
 
     def use_own_pages(self, fields: dict[str, object], reason: str | None = None) -> None:
         """The host pool holds own pages. ``reason``: why no hidden states; None if it does."""
@@ -200,15 +201,24 @@ class Runtime:
         for callback in self.on_weights_changed:
             callback()
 
-    def end_weight_update(self) -> None:
-        """Weights have changed. L3 is suspended until a flush, and until all stages told theirs."""
+    def forget_weights(self) -> None:
+        """A part of the weights has changed, and others will. L3 is suspended until
+        :meth:`end_weight_update`, which alone reads the weights: an update may have 100 parts."""
         with self._lock:
-            self._updates_pending += 1
+            self._update_is_open = True
             self._suspend(stages=_PENDING)
             if self.weights is not None:  # whatever they are, they are not the old ones
                 unknown = os.urandom(16)
                 self._stand_in = Weights(unknown, self.weights.suspended, unknown)
                 self.weights = self._stand_in
+
+    def end_weight_update(self) -> None:
+        """All weights have changed. L3 is suspended until a flush, and until all stages have sent
+        theirs. The ranks read theirs together."""
+        with self._lock:
+            self.forget_weights()
+            self._update_is_open = False
+            self._updates_pending += 1
         if self.draft is not None:
             self.read_draft(self.draft)
         self._gather_weights().add_done_callback(self._weights_gathered)
@@ -281,12 +291,14 @@ class Runtime:
 
     def _weights_gathered(self, gathered: Future[list[Weights | None]]) -> None:
         with self._lock:
+            self._updates_pending -= 1
+            if self._updates_pending or self._update_is_open:
+                return  # the weights have changed again
             try:
                 self._use_weights(gathered)
             except Exception as error:  # under the old fingerprint L3 must not serve again
                 self.begin_quarantine(str(error))
-            self._updates_pending -= 1
-            self._suspend(stages=_PENDING if self._updates_pending else None)
+            self._suspend(stages=None)
 
 
 _runtime: Runtime | None = None

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.utils import hash_str_to_int64
 
 from hcache_backend.format.envelope import key_bytes, parse_name
+from hcache_backend.sglang.model_runner import WEIGHTS
 from hcache_backend.sglang.runtime import Runtime, Weights
 from hcache_backend.start import attach
 from hcache_backend.tiers import events
@@ -370,6 +371,25 @@ def test_after_a_weight_update_l3_waits_for_the_weights_of_every_pipeline_stage(
     assert l3.hit(1) == 0  # the same here, another stage before it
     l3.storage.batch_set_v1(KEYS[1:2], indices[PAGE:])
     assert l3.storage.batch_exists(KEYS[1:2]) == 1
+
+
+def test_an_update_in_many_parts_reads_the_weights_once(
+    l3: Machine, runtime: Runtime, futures: list[Future[Any]]
+) -> None:
+    """A digest reads the whole model. L3 stays off between the parts, whatever is flushed, and an
+    earlier update's answer changes nothing."""
+    updated(runtime)
+    for name in ("load_weights_from_distributed", "update_weights_from_tensor") * 50:
+        [hook] = [hook for hook in WEIGHTS if hook.target.endswith(f".{name}")]
+        assert hook.function(lambda updater, part: "loaded", None, []) == "loaded"
+        runtime.caches_were_flushed()
+    futures[0].set_result(of_stages(b"earlier"))
+    assert len(futures) == 1
+    assert runtime.weights is not None and runtime.weights.suspended is not None
+    updated(runtime)
+    assert len(futures) == 2
+    futures[1].set_result(of_stages(b"new"))
+    assert runtime.weights == Weights(b"new", whole=b"new")
 
 
 def test_a_pipeline_stage_that_cannot_read_its_weights_ends_l3_on_all(
