@@ -56,6 +56,14 @@ def set_extend_range(request: Any, before: int, end: int) -> None:
         request.prefix_len, request.extend_end = before, end
 
 
+def bind_pages(runner: Any, batch: Any) -> None:
+    """Let attention find the pages of a ``batch`` that ``ForwardBatch.init_new`` did not make: from
+    0.5.22 on they are in a plan of the batch, which the default backend of Blackwell reads."""
+    bind = getattr(runner.kv_index_translator, "bind_own_plan", None)
+    if bind is not None:
+        bind(batch)
+
+
 def restart_timeout(cache: Any, operation: Any) -> None:
     """Let the time of a prefetch under policy ``timeout`` begin now. From 0.5.23 on it begins when
     its request could have been admitted, which a record in the cache says."""

@@ -24,7 +24,7 @@ from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.ranks import Group, Refused, smallest
 from hcache_backend.restore.recompute import RecomputePass, Recomputer
 from hcache_backend.sglang.arguments import NO_REQUEST, page_size, resolved
-from hcache_backend.sglang.compat import set_extend_range
+from hcache_backend.sglang.compat import bind_pages, set_extend_range
 from hcache_backend.streams import Stream, current_stream, of, to_device
 
 
@@ -264,6 +264,7 @@ def make_recomputer(runner: Any, kvcache: Any, chunk_tokens: int) -> Recomputer:
             extend_start_loc=start,
         )
         batch.asked = asked
+        bind_pages(runner, batch)
         backend = runner.attn_backend
         row = runner.req_to_token_pool.req_to_token[NO_REQUEST, :seen]
         row.copy_(asked.keys)

@@ -177,3 +177,44 @@ def test_no_server_with_an_l3_has_draft_layers_in_its_own_pool(sglang: Source) -
     decision = cache + "kv_cache_configurator.KVCacheConfigurator._fused_draft_decision"
     refusal = "host_pool_flag = '--enable-hierarchical-cache'"
     assert refusal in ast.unparse(found(sglang, decision).node)
+
+
+BACKENDS = {
+    "flashattention_backend.FlashAttentionBackend",
+    "flashinfer_backend.FlashInferAttnBackend",
+    "flashinfer_mla_backend.FlashInferMLAAttnBackend",
+    "flashmla_backend.FlashMLABackend",
+    "triton_backend.TritonAttnBackend",
+    "trtllm_mha_backend.TRTLLMHAAttnBackend",
+}
+"""Those that SGLang chooses by itself."""
+ABSENT = {
+    "spec_info": "no drafts are verified",
+    "encoder_lens": "no encoder",
+    "cross_attention_custom_mask": "no encoder",
+    "attn_dcp_metadata": "refused: recomputation with decode context parallelism",
+}
+"""Fields that a plan of attention reads and that stay None in a recomputation."""
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_recomputations_have_what_the_plans_of_attention_read(sglang: Source, backend: str) -> None:
+    """Otherwise recomputation is refused, or reads other rows, on the GPUs of that backend."""
+    path = f"sglang.srt.layers.attention.{backend}.init_forward_metadata"
+    read = {
+        node.attr
+        for node in ast.walk(found(sglang, path).node)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "forward_batch"
+    }
+    passes = ast.parse(Path(model_runner.__file__).with_name("passes.py").read_text())
+    [made] = [
+        node
+        for node in ast.walk(passes)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "RecomputeBatch"
+    ]
+    given = {str(keyword.arg) for keyword in made.keywords} | ABSENT.keys()
+    bind = sglang.find("sglang.srt.mem_cache.kv_loc_plan.KVLocPlan.bind")
+    if bind is not None:
+        nodes = [node for node in ast.walk(bind.node) if isinstance(node, ast.Attribute)]
+        given |= {node.attr for node in nodes if ast.unparse(node.value) == "batch"}
+    assert len(read) > 3 and read <= given

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_context import get_attn_backend, has_forward_context
 
@@ -15,22 +16,30 @@ from hcache_backend.sglang.passes import NO_REQUEST, make_recomputer
 CHUNK = 4
 
 
+def kv_table(pages: Any, batch: Any) -> Any:
+    """The pages of a batch, as the default backend of Blackwell asks SGLang for them."""
+    if hasattr(pages, "read_table"):
+        return pages.read_table(batch.kv_loc_plan, rows=batch.batch_size)
+    return pages.index_table_for_batch(batch)
+
+
 class Backend:
     """Notes what it plans: the slots of the sequence, and how many of its tokens are new."""
 
-    def __init__(self, table: torch.Tensor) -> None:
-        self.table = table
+    def __init__(self, pages: KVIndexTranslator) -> None:
+        self.pages = pages
         self.planned: list[tuple[list[int], list[int], int]] = []
 
     def init_forward_metadata(self, batch: Any) -> None:
-        [row], [seen] = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
+        table = kv_table(self.pages, batch)
+        [row], [seen] = table.row_ids.tolist(), batch.seq_lens.tolist()
         [before], [new] = batch.extend_prefix_lens.tolist(), batch.extend_seq_lens.tolist()
         assert (batch.seq_lens_cpu.tolist(), batch.seq_lens_sum) == ([seen], seen)
         assert (batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu) == ([before], [new])
         assert batch.extend_start_loc.tolist() == [0] and before + new == seen
         assert batch.extend_num_tokens == new and batch.forward_mode.is_extend()
         assert row == NO_REQUEST
-        self.planned.append((self.table[row, :seen].tolist(), batch.out_cache_loc.tolist(), new))
+        self.planned.append((table.ids[row, :seen].tolist(), batch.out_cache_loc.tolist(), new))
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -38,7 +47,14 @@ def test_attention_finds_a_sequence_in_the_row_of_no_request(broken: bool) -> No
     pool = ReqToTokenPool(4, 32, "cpu", enable_memory_saver=False)
     assert NO_REQUEST not in pool.free_slots
     pool.req_to_token[1:] = 77  # of requests
-    backend = Backend(pool.req_to_token)
+    pages = KVIndexTranslator(
+        req_to_token=pool.req_to_token,
+        token_to_kv_pool_allocator=None,
+        token_to_kv_pool=None,
+        page_size=1,
+        device="cpu",
+    )
+    backend = Backend(pages)
 
     def forward(token_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> None:
         assert get_attn_backend() is backend
@@ -47,7 +63,10 @@ def test_attention_finds_a_sequence_in_the_row_of_no_request(broken: bool) -> No
             raise MemoryError
 
     runner = SimpleNamespace(
-        attn_backend=backend, req_to_token_pool=pool, model=SimpleNamespace(forward=forward)
+        attn_backend=backend,
+        kv_index_translator=pages,
+        req_to_token_pool=pool,
+        model=SimpleNamespace(forward=forward),
     )
     kvcache = SimpleNamespace(start_layer=0, layer_num=2, dtype=torch.float32)
     recomputer = make_recomputer(runner, kvcache, CHUNK)
