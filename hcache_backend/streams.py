@@ -160,8 +160,14 @@ class HostBuffers:
 
 
 def free_memory(device: torch.device | str) -> float:
-    """Free bytes of a GPU's memory; infinity for a CPU."""
+    """Free bytes of a GPU's memory, with those that torch kept; infinity for a CPU."""
     return _door.free_memory(torch.device(device))
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back the GPU memory that torch keeps for later tensors of the current stream: forward
+    passes have another stream, and NCCL and cuBLAS allocate outside of torch."""
+    _door.release_memory(device)
 
 
 def recording_graph() -> bool:
@@ -347,7 +353,12 @@ class Door:
         return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
     def free_memory(self, device: torch.device) -> float:
+        self.release_memory(device)  # otherwise a start that measured finds less than the next
         return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else float("inf")
+
+    def release_memory(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def recording_graph(self) -> bool:
         return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

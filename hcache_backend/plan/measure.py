@@ -30,7 +30,7 @@ from hcache_backend.plan.profile import Profile, Rate, processor_name
 from hcache_backend.store import FileOps, best_file_ops
 from hcache_backend.store.file_ops import FOLDER, PageIO, probe_alignment
 from hcache_backend.store.folder import existing_part
-from hcache_backend.streams import host_tensor
+from hcache_backend.streams import host_tensor, release_memory
 from hcache_kernels.pages import gather_pages, gather_planes
 
 logger = logging.getLogger("hcache")
@@ -216,6 +216,7 @@ def measure(
         for operation in OPERATIONS:
             begin(operation)
             points[operation] = bench.points(operation)
+    release_memory(bench.device)  # gigabytes, for the products of large models
     rates: dict[str, Any] = {operation: fit(found) for operation, found in points.items()}
     return Profile(
         device=device_name(bench.device),

@@ -59,7 +59,20 @@ def test_memory_of_the_host_is_copied_without_a_wait() -> None:
     there = source.to(CUDA, non_blocking=True)
     source.fill_(2)  # before the copy ran
     assert there.tolist() == [2] * 4
+
+
+def test_memory_that_torch_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that measured the machine takes the same decisions as one that did not."""
+    kept = [3 << 30]
+    info = {"mem_get_info": lambda device: ((60 << 30) - sum(kept), 80 << 30)}
+    for name, value in {"empty_cache": kept.clear, **info}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
     assert streams.free_memory(CUDA) == 60 << 30
+    kept.append(1 << 30)
+    streams.release_memory(torch.device("cpu"))
+    assert kept
+    streams.release_memory(CUDA)
+    assert not kept
 
 
 def test_registered_memory_is_reached_and_a_failure_is_told(

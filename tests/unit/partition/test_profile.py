@@ -184,11 +184,15 @@ def test_the_measured_layer_computes_what_is_counted(shape: ModelShape) -> None:
         assert counted == amount, operation
 
 
-def test_measuring_draws_no_random_numbers_of_others() -> None:
-    """Only one rank measures, and all ranks must sample the same tokens."""
+def test_measuring_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only one rank measures: all ranks must sample the same tokens and have as much memory."""
+    steps: list[object] = []
+    release = "hcache_backend.plan.measure.release_memory"
+    monkeypatch.setattr(release, steps.append)
     before = torch.get_rng_state()
-    measure(bench(TINY), None, [])
+    measure(bench(TINY), None, [], begin=steps.append)
     assert torch.equal(torch.get_rng_state(), before)
+    assert steps == [*OPERATIONS, CPU]
 
 
 def test_a_measured_profile_plans(tmp_path: Path) -> None:
