@@ -239,7 +239,10 @@ def forward_stream(runner: Any) -> Stream:
 
 def make_recomputer(runner: Any, kvcache: Any, chunk_tokens: int) -> Recomputer:
     """The :class:`Recomputer` of the model of SGLang's ``runner``. Attention is planned anew before
-    each pass of SGLang, so none sees this plan. The host waits for nothing."""
+    each pass of SGLang, so none sees this plan. The host waits for nothing. A pass has at most
+    ``chunk_tokens``, and no more than a prefill of SGLang, which leaves memory for that many."""
+    most = resolved(runner.server_args).chunked_prefill_size  # None or -1: no bound
+    chunk_tokens = min(chunk_tokens, most) if (most or -1) > 0 else chunk_tokens
 
     def forward(token_ids: torch.Tensor, positions: torch.Tensor, asked: RecomputePass) -> object:
         seen, tokens, device = len(asked.keys), len(token_ids), token_ids.device

@@ -43,7 +43,10 @@ class Backend:
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_attention_finds_a_sequence_in_the_row_of_no_request(broken: bool) -> None:
+@pytest.mark.parametrize(("chunk", "prefill"), [(CHUNK, -1), (CHUNK, 100), (100, CHUNK)])
+def test_attention_finds_a_sequence_in_the_row_of_no_request(
+    chunk: int, prefill: int, broken: bool
+) -> None:
     pool = ReqToTokenPool(4, 32, "cpu", enable_memory_saver=False)
     assert NO_REQUEST not in pool.free_slots
     pool.req_to_token[1:] = 77  # of requests
@@ -66,10 +69,11 @@ def test_attention_finds_a_sequence_in_the_row_of_no_request(broken: bool) -> No
         attn_backend=backend,
         kv_index_translator=pages,
         req_to_token_pool=pool,
+        server_args=SimpleNamespace(chunked_prefill_size=prefill),
         model=SimpleNamespace(forward=forward),
     )
     kvcache = SimpleNamespace(start_layer=0, layer_num=2, dtype=torch.float32)
-    recomputer = make_recomputer(runner, kvcache, CHUNK)
+    recomputer = make_recomputer(runner, kvcache, chunk)
     prefix, slots = torch.arange(16, 20), torch.arange(8, 14)
     keys = prefix.tolist() + slots.tolist()[:CHUNK]
     span = TokenSpan(np.arange(6), prefix)
