@@ -518,6 +518,10 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         server = Server(runtime, kvcache)
         if refusal(OWN_PAGES, server) or refusal(HIDDEN, server):
             return  # the reason is logged when the host pool is built
+        if runtime.weights is None:  # --startup-weight-load-mode overlap
+            raise Refused(
+                "the weights are loaded after the graphs, and the partition depends on them"
+            )
         hidden = layer_methods(runtime, kvcache).layers("hidden")
         every = passes.attention_modules(runner.model, kvcache.layer_num)
         seen = [every[layer] for layer in hidden]

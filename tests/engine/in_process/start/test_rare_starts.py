@@ -76,6 +76,7 @@ def on_gpu(runtime: Any, monkeypatch: MonkeyPatch) -> Any:
     ("refusal", "reason", "logged"),
     [
         (lambda *_: "plain pages", "the log says why", False),
+        (lambda *_: None, "the weights are loaded after the graphs", False),
         (failing(Refused("no room")), "no room", False),
         (failing(ValueError("a test's")), "the log says why", True),
     ],
@@ -84,6 +85,7 @@ def test_why_graphs_were_recorded_without_copies_is_told(
     refusal: Any, reason: str, logged: bool, on_gpu: Any, monkeypatch: MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.setattr(build, "refusal", refusal)
+    on_gpu.weights = None
     build.record_copies(on_gpu, on_gpu.runner)
     with pytest.raises(Refused, match=f"without our copies: {reason}"):
         build.check_recording(on_gpu, torch.zeros(1, 8))
