@@ -144,11 +144,14 @@ class EagerLoads:
             seconds = self._l3.estimates.prefill.seconds(tokens, prefix) or math.inf
         return seconds / share if share else math.inf
 
-    def until_met(self, meeting: Meeting, prefix: int) -> tuple[float, float]:
+    def until_met(
+        self, meeting: Meeting, prefix: int, *, longest: bool = False
+    ) -> tuple[float, float]:
         """Estimated time to finish the unread pages behind ``prefix`` tokens: reading and
-        recomputing in parallel, and reading only. Infinite if unknown. Any thread."""
+        recomputing in parallel, and reading only (see :meth:`.L3Progress.seconds_to_read`).
+        Infinite if unknown. Any thread."""
         tokens, share = meeting.unread * self._pool.page_size, meeting.recomputable
-        reading = self._l3.seconds_to_read(tokens)
+        reading = self._l3.seconds_to_read(tokens, longest=longest)
         return side_by_side(reading, self.seconds_to_recompute(tokens, prefix), share), reading
 
     def _offer(self, turn: Turn) -> None:

@@ -3,7 +3,6 @@ read that is under way."""
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
@@ -199,6 +198,11 @@ class L3Progress:
             start, waited, thread = self._looking
             self._looking = start + seconds, waited, thread
 
+    def reads_next(self, tokens: int) -> None:
+        """The next part has ``tokens``."""
+        if self.reading is not None:
+            self.reading.step = tokens
+
     def arrived(self, tokens: int) -> None:
         reading = self.reading
         if reading is not None:
@@ -251,11 +255,19 @@ class L3Progress:
         expected = self._expected(reading, tokens, shared)
         return max(1.0, (now - reading.start) / expected) if expected else 1.0
 
-    def seconds_to_read(self, tokens: int, shared: int = 0) -> float:
-        """Expected time of the next ``tokens``, ``shared`` of them from the shared tier; infinite
-        if unknown."""
-        seconds = self._expected(self.reading, tokens, shared)
-        return math.inf if seconds is None else seconds * self.slowdown(self.clock())
+    def seconds_to_read(self, tokens: int, shared: int = 0, *, longest: bool = False) -> float:
+        """Expected time of the next ``tokens``, ``shared`` of them from the shared tier. If it is
+        unknown, the shortest that the present read allows, 0 when it begins; or the ``longest``,
+        at the pace so far, with what each request costs besides."""
+        reading, now = self.reading, self.clock()
+        seconds = self._expected(reading, tokens, shared)
+        if seconds is not None:
+            return seconds * self.slowdown(now)
+        if reading is None:
+            return 0.0
+        if longest and reading.tokens:
+            return (reading.last - reading.start) * tokens / reading.tokens
+        return (now - reading.start) * tokens / (reading.tokens + reading.step)
 
     def left_in_time(self, now: float) -> float | None:
         """Expected rest of the present read, in seconds; None if it is late, or unknown."""

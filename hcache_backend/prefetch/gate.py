@@ -74,7 +74,8 @@ class _Probes:
 
 @dataclass(eq=False)
 class HitGate:
-    """Takes or refuses L3 hits, and ends prefetches. It never raises on purpose and never waits."""
+    """Takes or refuses L3 hits, and ends prefetches. It never raises on purpose and never waits.
+    If it takes all hits, it measures them all the same: slices need the estimates."""
 
     l3: L3Progress
     prefetches: Prefetches
@@ -105,7 +106,8 @@ class HitGate:
         if cache.pp_size > 1:
             return  # pipeline stages are not at one point
         self.prefetches.unfinished.update(self._running)
-        if self._running or self.agreed_stalled:  # no rank acts on its own verdict alone
+        # No rank acts on its own verdict alone.
+        if self._min_gain and (self._running or self.agreed_stalled):
             self._proposal = turn.propose(*(not ends for ends in verdicts))
 
     def apply_ends(self) -> None:
@@ -136,7 +138,7 @@ class HitGate:
             kept = {*running, *([reading.prefetch] if reading else [])}
             waiting = self.prefetches.waiting.items()
             self.prefetches.waiting = {name: one for name, one in waiting if one in kept}
-            stalled = self.l3.seems_stalled(now)
+            stalled = self._seems_stalled(now)
             for place, one in enumerate(running):
                 rest, ends = one.rest, False
                 if rest is not None:
@@ -271,9 +273,12 @@ class HitGate:
         reads = [self._until_there(rest, slowdown) for one in others if (rest := one.rest)]
         return computing + sum(max(0.0, computing - there) for there in accumulate(reads))
 
+    def _seems_stalled(self, now: float) -> bool:
+        return self._min_gain > 0 and self.l3.seems_stalled(now)
+
     def _too_slow(self, hit: Hit, now: float) -> str | None:
         """Reason why a hit is not to be read, or None. Under the lock."""
-        if self.l3.seems_stalled(now):
+        if self._seems_stalled(now):
             return "L3 is stalled"
         saved = self.estimates.saved(hit)
         if saved is None:

@@ -36,13 +36,15 @@ class SliceBudget:
         best: float = math.inf,
     ) -> int:
         """Number of pages, up to ``most`` (at least 1), of which a slice may recompute ``layers``
-        layers now, behind ``prefix`` tokens, in ``share`` of the time of a slice; none if one takes
-        longer than ``within`` seconds, and several only if they take at most ``best`` seconds."""
+        layers now, behind ``prefix`` tokens, in ``share`` of the time of a slice; none unless one
+        would end in less than ``within`` seconds, behind the slices that were launched, and several
+        only if they would end in ``best``."""
         if not share or self.unfinished() >= _UNFINISHED:
             return 0
-        if (self._layer.seconds(page_size, prefix) or 0.0) * layers > within:
+        queued = sum(self._expected(*launched) for launched in self._launched)
+        if queued + (self._layer.seconds(page_size, prefix) or 0.0) * layers >= within:
             return 0
-        return self._slice(most, page_size, prefix, layers, share, min(within, best))
+        return self._slice(most, page_size, prefix, layers, share, min(within - queued, best))
 
     def seconds(self, tokens: int, page_size: int, prefix: int, layers: int) -> float:
         """Time of slices of ``tokens`` in all, one after the other, without other users of the GPU;
@@ -68,6 +70,10 @@ class SliceBudget:
             least = counts[: max(1, _LEAST_TOKENS // page_size)]
             pages = max(pages, bisect_right(least, within, key=seconds))
         return max(1, pages)
+
+    def _expected(self, restore: RunningRestore, prefix: int, layers: int) -> float:
+        """Seconds of a launched slice; 0 if unknown."""
+        return layers * (self._layer.seconds(restore.tokens, prefix) or 0.0)
 
     def unfinished(self) -> int:
         while self._launched and self._launched[0][0].done():

@@ -34,6 +34,7 @@ from hcache_backend.host.ports import Controller
 from hcache_backend.host.stages import StagePages
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.eager_loads import EagerLoads
+from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.prefetch import Meeting, Prefetches, Recomputing
 from hcache_backend.ranks import Turn, smallest
 from hcache_backend.sglang.hook_registry import guarded
@@ -80,7 +81,7 @@ class OwnPagesController(HybridCacheController, Controller):
             self._checks.insert(0, checks)
         self._batches: BatchedReads | None = None
         if eager is not None:
-            self._batches = BatchedReads(pool.page_size, self._report, runtime.l3.waited)
+            self._batches = BatchedReads(pool.page_size, self._report, runtime.l3)
         # Of the present load: slots of the tokens before it, and ids of these and of its own.
         self.loading: tuple[Prefix, TokenIds] = UNKNOWN
         self._never_loaded = False  # True: host pages that no load can use are to be evicted
@@ -380,7 +381,7 @@ _MOST_STEPS = 4  # of a read
 
 # read(operation, keys, host_indices, extra_info) gives the number of leading pages that are there
 Read = Callable[..., int]
-UntilMet = Callable[[Meeting, int], tuple[float, float]]
+UntilMet = Callable[..., tuple[float, float]]  # its arguments are those of EagerLoads.until_met
 
 
 class _InOrder:
@@ -435,7 +436,7 @@ class BatchedReads:
 
     _size: int  # tokens of a page
     _report: Callable[[PrefetchAck], None]  # passes a report on to SGLang's sync thread
-    _waited: Callable[[float], None]  # gets seconds without a read
+    _l3: L3Progress
     _seconds_per_page: float = math.inf  # of the first read of the last prefetch
 
     def transfer(
@@ -467,6 +468,7 @@ class BatchedReads:
                 tokens = slice(pages.start * self._size, pages.stop * self._size)
                 info = HiCacheStorageExtraInfo(prefix_keys=before + keys[: pages.start])
                 some = keys[pages.start : pages.stop]
+                self._l3.reads_next(len(pages) * self._size)
                 begin = time.monotonic()
                 got = read(operation, some, operation.host_indices[tokens], info)
                 if first and got == len(some):
@@ -492,16 +494,19 @@ class BatchedReads:
         return min(max(1, math.ceil(wanted)), _MOST_STEPS)
 
     def _next_back(self, operation: Any, meeting: Meeting, until_met: UntilMet, most: int) -> range:
-        """Pages to read now; none if the prefetch has ended or the two ends have met. If the best
-        number is none, wait for the front, but not longer than reading would take."""
+        """Pages to read now; none if the prefetch has ended or the two ends have met. If the front
+        will have all of them sooner than one is read, wait for it, as long as it gets on."""
         prefix = len(operation.prefix_keys or ()) * self._size
-        start = seen = time.monotonic()
+        start, seen, left = 0.0, time.monotonic(), math.inf
         while not operation.is_terminated() and (unread := meeting.unread):
-            together, alone = until_met(meeting, prefix)
-            part = round(unread * together / alone) if 0 < alone < math.inf else unread
-            if part or seen - start > alone:
+            if unread < left:
+                start, left = seen, unread
+            together, alone = until_met(meeting, prefix, longest=True)
+            sooner = 0 < alone >= together * (unread + 1)  # than one page is read
+            if not sooner or seen - start > alone:
+                part = int(unread * together / alone) if alone else 1  # which shows the speed
                 return meeting.next_batch(min(most, max(1, part)))
             time.sleep(_LOOKING_SECONDS)
             before, seen = seen, time.monotonic()
-            self._waited(seen - before)  # at once: otherwise L3 would seem overdue
+            self._l3.waited(seen - before)  # at once: otherwise L3 would seem overdue
         return range(0)

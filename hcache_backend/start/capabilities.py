@@ -212,7 +212,6 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
              "this version's allocator has no place to give pages back"),
     ),
     JUDGING: (
-        Need("`min_gain: 0`", lambda s: s.asks("min_gain", 0), "option 'min_gain'"),
         _DECODES,
         _BUFFER_ONLY,
     ),

@@ -231,7 +231,7 @@ def model_shape(
 
 
 def judge_hits(runtime: Runtime, config: HCacheConfig | None, backend: str | None = None) -> None:
-    """Judge L3 hits from now on, if option ``min_gain`` says so: of our store, or of another
+    """Judge and measure L3 hits from now on: of our store, or of another
     ``backend`` whose pages are our own. All ranks call it at the same point, at attach. Raises
     ConfigError on every rank if the profile is unusable."""
     if config is not None and may_judge(runtime, config):
@@ -243,8 +243,8 @@ def judge_hits(runtime: Runtime, config: HCacheConfig | None, backend: str | Non
 
 
 def may_judge(runtime: Runtime, config: HCacheConfig) -> bool:
-    """Whether hits are judged at all; until a gate is set every hit is read. Without host pages of
-    their own prefetches end in other ways than the gate can follow."""
+    """Whether hits are judged and measured; until a gate is set every hit is read. Without host
+    pages of their own prefetches end in other ways than the gate can follow."""
     runtime.hit_gate = None
     if refusal(JUDGING, Server(runtime, config=config)) is not None:
         return False
@@ -263,6 +263,8 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
     methods = runtime.layer_methods
     if methods is not None and methods.profile is not None and methods.shape is not None:
         return replace(methods, ranks=ranks, eager=runtime.eager)
+    if not config.min_gain:
+        return None  # nothing is judged; measurements in service suffice for slices
     measured: tuple[Profile, ModelShape] | None = None
     wrong: str | None = None
     groups = state.get_pp_group(), state.get_attn_tp_group(), state.get_attn_cp_group()

@@ -374,6 +374,36 @@ def test_a_part_of_a_read_takes_its_share_of_it_whatever_small_reads_take() -> N
         assert gate.l3.seems_stalled(gate.now)
 
 
+def test_a_gate_that_takes_all_hits_measures_them_and_ends_none() -> None:
+    """Slices need the speed of L3 also with ``min_gain: 0``."""
+    gate = computing_a_thousand_a_second(Gate(min_gain=0.0))
+    read(gate, 50.0, times=2)
+    assert gate.estimates.read.seconds(1000) == pytest.approx(50.0)
+    assert takes(gate, "slow")
+    with reading(gate, "slow", 1000):
+        gate.now += 1000.0
+        assert gate.l3.seems_stalled(gate.now)
+        assert turn(gate, named(gate, "slow")) == []
+        assert takes(gate, "behind it")
+
+
+def test_an_unknown_speed_is_bounded_by_the_present_read() -> None:
+    """It counted as infinitely slow: a front was computed that was read sooner."""
+    gate = Gate()
+    assert gate.l3.seconds_to_read(1000) == 0.0
+    with reading(gate, "first", 1000, step=100):
+        assert gate.l3.seconds_to_read(1000) == 0.0
+        gate.now += 1.0  # nothing came, so 100 tokens take a second at least
+        assert gate.l3.seconds_to_read(1000) == gate.l3.seconds_to_read(1000, longest=True) == 10.0
+        gate.l3.arrived(100)
+        assert gate.l3.seconds_to_read(900) == pytest.approx(4.5)
+        assert gate.l3.seconds_to_read(900, longest=True) == pytest.approx(9.0)
+        gate.l3.reads_next(400)
+        assert gate.l3.seconds_to_read(500) == pytest.approx(1.0)
+    read(gate, 2.0)
+    assert gate.l3.seconds_to_read(1000) == pytest.approx(2.0)
+
+
 def test_an_index_that_hangs_is_stalled_as_well(gate: Gate) -> None:
     assert gate.may_ask("a", 0)
     with gate.l3.looking():

@@ -43,15 +43,16 @@ class Restore:
 
 
 class Scene:
-    def __init__(self, *, need_sort: bool) -> None:
+    def __init__(self, *, need_sort: bool, pages: int = PAGES) -> None:
+        self.most = pages
         self.allocator = PagedTokenToKVPoolAllocator(
-            PAGES * SIZE, SIZE, torch.float32, "cpu", SimpleNamespace(), need_sort
+            pages * SIZE, SIZE, torch.float32, "cpu", SimpleNamespace(), need_sort
         )
         self.captured = list[torch.Tensor]()  # slots whose rows are void
         capture: Any = SimpleNamespace(allocated=self.captured.append)
         self.pages = ReservablePages(self.allocator, capture)
         self.restores: list[Restore] = []
-        self.eager = EagerRestores(SIZE, self.pages, self._launch, PAGES)
+        self.eager = EagerRestores(SIZE, self.pages, self._launch, pages)
         self.pages.eager = self.eager
 
     def _launch(self, *_: Any) -> tuple[Any, int]:
@@ -66,7 +67,7 @@ class Scene:
     def loads(self, budget: SliceBudget, starts: dict[str, Any], **others: Any) -> Any:
         """Eager loads into its pages, whose pipeline starts what it is to with ``starts``."""
         pipeline = {"start": self._launch_alone} | starts
-        return eager_over(self.pages, PAGES, SIZE, budget, pipeline, **others)
+        return eager_over(self.pages, self.most, SIZE, budget, pipeline, **others)
 
     def reserve(self, *host_pages: int, arrived: int = 0) -> None:
         self.eager.reserve("prefetch", host_pages, np.array(host_pages))

@@ -1,6 +1,5 @@
 """Prefetches that are read in smaller batches than SGLang's."""
 
-import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ from pytest import MonkeyPatch
 from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 
 from hcache_backend.prefetch.eager import batch_pages
+from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.prefetch import Meeting
 from hcache_backend.sglang import controller
 from hcache_backend.sglang.controller import BackAck, BatchedReads, apply_reports
@@ -26,6 +26,13 @@ READS = 2
 def most_steps(request: pytest.FixtureRequest, monkeypatch: MonkeyPatch) -> None:
     """Scripted reads take no time: tests say whether several steps are read at once."""
     monkeypatch.setattr(controller, "_MOST_STEPS", getattr(request, "param", 1))
+
+
+def waiting(waited: Callable[[float], None]) -> L3Progress:
+    """Hears of seconds in which L3 is not read."""
+    l3 = L3Progress()
+    l3.waited = waited  # type: ignore[method-assign]
+    return l3
 
 
 class Stopped(Operation):
@@ -48,7 +55,7 @@ class Rank:
         self.batches: list[int] = []
         self.missing, self.stop_at = missing, stop_at
         self.operation: Any = Stopped(pages, lambda: len(self.batches) == stop_at)
-        reads = BatchedReads(SIZE, self.acks.append, lambda seconds: None)
+        reads = BatchedReads(SIZE, self.acks.append, L3Progress())
         self.pages = reads.transfer(self.read, self.operation)
 
     def read(self, operation: Any, keys: list[str], host_indices: torch.Tensor, info: Any) -> int:
@@ -91,16 +98,16 @@ class BackRank:
         waited: Seconds for which the reader waited for the front.
     """
 
-    def __init__(self, pages: int, front: int = 0, share: float = math.inf) -> None:
+    def __init__(self, pages: int, front: int = 0, share: float = 1.0) -> None:
         self.reports: list[BackAck] = []
         self.read_pages: list[int] = []
         self.batches, self.front, self.meeting, self.waited = 0, front, Meeting(), 0.0
         self.operation: Any = Operation(pages, SIZE)
         self.operation.prefix_keys, self.operation.meeting = ["before"], self.meeting
-        reads = BatchedReads(SIZE, self.reports.append, self._wait)  # type: ignore[arg-type]
-        alone = 2**-10 if share < math.inf else math.inf
+        reads = BatchedReads(SIZE, self.reports.append, waiting(self._wait))  # type: ignore[arg-type]
+        alone = 2**-10
         reads.transfer(
-            self.read, self.operation, self.meeting, lambda unread, prefix: (share * alone, alone)
+            self.read, self.operation, self.meeting, lambda *_, longest: (share * alone, alone)
         )
 
     def _wait(self, seconds: float) -> None:
@@ -158,7 +165,7 @@ def test_a_quick_disk_does_not_seem_slow_by_small_last_reads(monkeypatch: Monkey
         return len(keys)
 
     operation: Any = Operation(16, SIZE)
-    reads = BatchedReads(SIZE, lambda report: None, lambda seconds: None)
+    reads = BatchedReads(SIZE, lambda report: None, L3Progress())
     for _ in range(8):
         sizes.clear()
         assert reads.transfer(read, operation) == 16
@@ -187,9 +194,9 @@ def test_from_the_back_parts_reach_to_where_the_front_will_be(pages: int, share:
     assert sorted(rank.read_pages) == list(range(pages))
     left, at = pages, 0
     # A last page that the front would reach sooner was waited for as long as reading takes.
-    assert rank.waited >= (2**-10 if share < 0.5 else 0.0)
+    assert rank.waited >= (2**-10 if share <= 0.5 else 0.0)
     while left:  # what stays unread when the front has done its share of it is the front's
-        part = max(1, min(most - at % most, round(share * left)))
+        part = max(1, min(most - at % most, int(share * left)))
         assert rank.read_pages[at : at + part] == list(range(left - part, left))
         left, at = left - part, at + part
 
@@ -199,8 +206,8 @@ def test_from_the_back_who_waits_for_the_front_says_so_and_ends_with_the_prefetc
     waited: list[float] = []
     meeting, reports = Meeting(), list[Any]()
     operation = Stopped(4, lambda: len(waited) == 3)
-    reads = BatchedReads(SIZE, reports.append, waited.append)
+    reads = BatchedReads(SIZE, reports.append, waiting(waited.append))
     read: Any = None  # nothing is read
-    reads.transfer(read, operation, meeting, lambda unread, prefix: (0.0, 1e9))
+    reads.transfer(read, operation, meeting, lambda *_, longest: (0.0, 1e9))
     assert len(waited) == 3 and all(0 < seconds < 60 for seconds in waited)
     assert [(report.start, report.end) for report in reports] == [(4, 4)]

@@ -145,7 +145,6 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
         (EAGER,),
         "no place to give pages back",
     ),
-    ({"min_gain": 0.0}, (JUDGING,), "option 'min_gain'"),
 ]
 
 

@@ -1,0 +1,138 @@
+"""In virtual time: how long a hit takes that is read from the back while its front is computed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hcache_backend.prefetch import slices as slice_budget
+from hcache_backend.prefetch.eager import batch_pages
+from hcache_backend.prefetch.estimates import Estimates, L3Progress, Reading
+from hcache_backend.prefetch.prefetch import Meeting
+from hcache_backend.prefetch.slices import SliceBudget
+from hcache_backend.sglang import controller
+from hcache_backend.sglang.controller import BatchedReads, apply_reports
+from tests.engine.in_process.hits.eager_scene import SIZE, Scene
+from tests.kit.prefetch import Operation
+from tests.kit.turns import turn_of
+
+TURN = 0.002  # seconds between two turns of the scheduler
+SLICE = 0.010  # of the GPU in a turn: the option's default
+LAYERS = 4
+
+
+class Server:
+    """A GPU that computes a page in ``computing`` seconds, and an L3 that reads it in ``reading``;
+    each read takes ``fixed`` seconds besides."""
+
+    def __init__(self, pages: int, computing: float, reading: float, fixed: float) -> None:
+        self.now = self.gpu_free = self._turned = 0.0
+        self.computing, self.reading, self.fixed = computing, reading, fixed
+        self.l3 = L3Progress(Estimates(), lambda: self.now)
+        scene = Scene(need_sort=False, pages=pages + 1)
+        self.budget = SliceBudget(SLICE, 2048 * SIZE, self._layer, known=True)
+        arena = SimpleNamespace(physical=lambda ids: ids, recomputed=lambda *_: None)
+        methods = SimpleNamespace(methods=("kv",) * LAYERS)
+        loads = {"methods": methods, "recompute_pages": lambda *_: object()}
+        self.eager = scene.loads(
+            self.budget,
+            {"start_recomputation": self._recompute},
+            loads=loads | {"recomputes_pages": True},
+            pool={"arena": arena, "save_recomputed": lambda *_: None},
+            l3=self.l3,
+        )
+        on_device = torch.zeros(SIZE, dtype=torch.int64)
+        self.cache = SimpleNamespace(
+            prefetch_stop_policy="wait_complete",
+            cache_controller=SimpleNamespace(tp_group=None, after_forwards=lambda stream: None),
+            ongoing_prefetch={},
+            tree_core=SimpleNamespace(
+                empty_match_result=SimpleNamespace(last_device_node=-1),
+                is_full_device_evicted=lambda node: False,
+                collect_full_device_indices=lambda *_: on_device,
+            ),
+        )
+        self.pages = pages
+
+    def _layer(self, tokens: int, prefix: float) -> float:
+        return self.computing / LAYERS * tokens / SIZE
+
+    def _recompute(self, recompute: object, positions: Any, slots: Any, after: Any) -> Any:
+        seconds = LAYERS * self._layer(len(slots), 0)
+        self.gpu_free = end = max(self.gpu_free, self.now) + seconds
+        return SimpleNamespace(
+            tokens=len(slots),
+            failed=None,
+            done=lambda: self.now >= end,
+            report=lambda: SimpleNamespace(busy_ms=lambda stream: 1e3 * seconds),
+            save_recomputed=lambda *_: None,
+            copied=SimpleNamespace(query=lambda: self.now >= end),
+            wait=lambda: None,
+        )
+
+    def sleep(self, seconds: float) -> None:
+        """The reader waits; the scheduler goes on."""
+        end = self.now + seconds
+        while self._turned + TURN <= end:
+            self._turned = self.now = max(self.now, self._turned + TURN)
+            turn_of(self.eager, self.cache)
+        self.now = end
+
+    def read_seconds(self, pages: int) -> float:
+        return self.fixed + pages * self.reading
+
+    def read(self, operation: Any, keys: list[str], indices: Any, info: Any) -> int:
+        self.sleep(self.read_seconds(len(keys)))
+        self.l3.arrived(len(keys) * SIZE)
+        return len(keys)
+
+    def seconds_of_hit(self, *, slices: bool = True) -> float:
+        """A hit of all pages comes; seconds until all of it is there."""
+        operation: Any = Operation(self.pages, SIZE)
+        meeting = operation.meeting = Meeting() if slices else None
+        if slices:
+            self.cache.ongoing_prefetch[0] = operation
+        tokens, step = self.pages * SIZE, batch_pages(self.pages) * SIZE
+        self.l3.reading = Reading(Operation.prefetches.of(operation), 0, tokens, tokens, step, 0, 0)
+        batches = BatchedReads(SIZE, lambda ack: self._report(ack, operation), self.l3)
+        batches.transfer(self.read, operation, meeting, self.eager.until_met)
+        assert operation.completed_tokens == tokens or not slices
+        return max(self.now, self.gpu_free)
+
+    def _report(self, ack: Any, operation: Any) -> None:
+        apply_reports([ack], [operation], Operation.prefetches, SIZE)
+
+    def know(self, pages: int) -> None:
+        """A hit was read before."""
+        self.l3.estimates.read.measured(pages * SIZE, 0, self.read_seconds(pages))
+
+
+speeds = st.floats(-5, -1).map(lambda exponent: 10**exponent)
+
+
+def seconds(known: bool, slices: bool, *machine: Any) -> float:
+    server = Server(*machine)
+    if known:
+        server.know(server.pages)
+    time = SimpleNamespace(monotonic=lambda: server.now, sleep=server.sleep)
+    least = patch.object(slice_budget, "_LEAST_TOKENS", 4 * SIZE)  # of four pages, as of 64 tokens
+    with patch.object(controller, "time", time), least:
+        return server.seconds_of_hit(slices=slices)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(5, 100), speeds, speeds, st.sampled_from([0.0, 5e-4]), st.booleans())
+def test_with_slices_a_hit_takes_as_long_as_the_better_of_reading_and_computing(
+    pages: int, computing: float, reading: float, fixed: float, known: bool
+) -> None:
+    """At most 1.05 times, and some turns. The first page shows the speed of an unknown L3, not what
+    each read costs besides, so a slice may be launched in vain."""
+    machine = pages, computing, reading, fixed
+    read, both = (seconds(known, slices, *machine) for slices in (False, True))
+    first = 0.0 if known else reading + fixed + SLICE
+    assert both <= 1.05 * min(read, pages * computing) + 3 * TURN + first
