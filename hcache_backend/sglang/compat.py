@@ -56,10 +56,10 @@ def set_extend_range(request: Any, before: int, end: int) -> None:
         request.prefix_len, request.extend_end = before, end
 
 
-def bind_pages(runner: Any, batch: Any) -> None:
+def bind_pages(translator: object, batch: object) -> None:
     """Let attention find the pages of a ``batch`` that ``ForwardBatch.init_new`` did not make: from
     0.5.22 on they are in a plan of the batch, which the default backend of Blackwell reads."""
-    bind = getattr(runner.kv_index_translator, "bind_own_plan", None)
+    bind = getattr(translator, "bind_own_plan", None)
     if bind is not None:
         bind(batch)
 

@@ -73,7 +73,7 @@ def _around_weight_update(original: Original, updater: Any, *a: Any, **kw: Any) 
         runtime.end_weight_update()
 
 
-def _around_weight_bucket(original: Original, updater: Any, *a: Any, **kw: Any) -> Any:
+def _around_weight_bucket(original: Original, updater: object, *a: Any, **kw: Any) -> Any:
     runtime = current()
     runtime.begin_weight_update()
     try:

@@ -267,7 +267,7 @@ def make_recomputer(runner: Any, kvcache: Any, chunk_tokens: int) -> Recomputer:
             extend_start_loc=start,
         )
         batch.asked = asked
-        bind_pages(runner, batch)
+        bind_pages(runner.kv_index_translator, batch)
         backend = runner.attn_backend
         row = runner.req_to_token_pool.req_to_token[NO_REQUEST, :seen]
         row.copy_(asked.keys)
