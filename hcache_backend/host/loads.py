@@ -76,6 +76,8 @@ class LoadQueue:
     _device: torch.device | str
     _slowdown: Callable[[int], float] = lambda tokens: 1.0  # :meth:`.Estimates.slowdown`
     _failed: Callable[[str], None] = lambda reason: None  # nothing can be restored any more
+    # A restore of so many tokens took so many seconds.
+    _restored: Callable[[int, float], None] = lambda tokens, seconds: None
 
     def __post_init__(self) -> None:
         self.stored_from = len(self.methods.layers("recompute"))  # the first stored layer
@@ -188,6 +190,7 @@ class LoadQueue:
             for method, number in report.bytes.items():
                 metrics.BYTES.count(f"restored_{method}", number)
             metrics.STAGE_SECONDS.observe("restore", report.total_ms / 1e3)
+            self._restored(report.tokens, report.total_ms / 1e3)
             for stream in ("copy", "compute"):
                 metrics.STREAM_SECONDS.count(f"{stream}_busy", report.busy_ms(stream) / 1e3)
                 metrics.STREAM_SECONDS.count(f"{stream}_idle", report.idle_ms(stream) / 1e3)

@@ -59,8 +59,8 @@ class PartitionPlan:
 
     def _restores(self, l3: L3Path) -> Restore:
         layers = Partition(0, 0, self.model.layers - (self.sides.layers if self.sides else 0))
-        of_model, eager = (self.profile, self.model, layers, self.tp), l3 == "overlapped"
-        found = Restore(*of_model, eager=eager, paper=True, sides=self.sides)
+        of_model = self.profile, self.model, layers, self.tp
+        found = Restore(*of_model, paper=True, sides=self.sides)
         stored = found.fastest(self.tokens, l3)
         # Without hidden states a server decides at no load what to recompute.
         return replace(found, partition=stored, recomputable=stored.layers * bool(stored.hidden))

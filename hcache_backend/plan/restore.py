@@ -15,8 +15,6 @@ if TYPE_CHECKING:  # the programs of bench/gpu have no pydantic
     from hcache_backend.plan.model_shape import ModelShape, Sides
     from hcache_backend.plan.profile import Profile
 
-READ_BATCHES = 16
-"""A prefetch reads in about so many batches; what the last one brings is not restored eagerly."""
 RUN_AHEAD = 3
 """Segments of the longest restore that the ring holds: one is projected, one has arrived, and one
 is arriving. A shorter restore runs further ahead in the same memory."""
@@ -245,7 +243,6 @@ class Restore:
     ranks: int = 1
     chunk_tokens: int = sys.maxsize  # most of a projection, and length of the pipeline's ring
     recomputable: int = sys.maxsize  # number of first layers that can be recomputed here
-    eager: bool = False  # pages are restored while L3 is being read
     # Count as the paper: all segments have room, the first layer comes in one piece, and the last
     # recomputed layer is computed whole.
     paper: bool = False
@@ -334,8 +331,8 @@ class Restore:
         return self.profile.l3.time(tokens * self.partition.bytes_per_token(self.shape))
 
     def load(self, tokens: int, prefix: float) -> float:
-        """Seconds that a batch waits for a load from host memory; eager: for its last pages."""
-        return self.seconds(tokens) / (READ_BATCHES if self.eager else 1)
+        """Seconds of a restore from host memory: the longest that a batch waits for it."""
+        return self.seconds(tokens)
 
     def first_layers(self, tokens: int, prefix: int, slowdown: float = 1.0) -> int:
         """Number of first layers that a restore from host memory recomputes. ``slowdown``:

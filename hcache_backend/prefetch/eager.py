@@ -28,12 +28,12 @@ import torch
 
 from hcache_backend.host.loads import Prepared, runs
 from hcache_backend.host.ports import DevicePages
-from hcache_backend.plan.restore import READ_BATCHES
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import StreamFailed
 
 Ids = npt.NDArray[np.int64]
 
+_READ_BATCHES = 16  # of a prefetch, about
 _LEAST_BATCH = 4  # pages of a read at least, if there are as many: disks need parallel requests
 _LAUNCH_SHARE = 4  # a GPU gets a quarter of a hit at a time, or the bytes that its bus copies
 _LAUNCH_BYTES = 64 << 20  # in 2 ms: a launch takes the scheduler thread 0.1 ms
@@ -137,7 +137,7 @@ def launch_pages(device: torch.device | str, page_bytes: int) -> Callable[[int],
 
 def batch_pages(pages: int) -> int:
     """Pages of a prefetch of ``pages`` pages to read at a time; at least one."""
-    return min(max(1, pages), max(_LEAST_BATCH, -(-pages // READ_BATCHES)))
+    return min(max(1, pages), max(_LEAST_BATCH, -(-pages // _READ_BATCHES)))
 
 
 @dataclass(eq=False)

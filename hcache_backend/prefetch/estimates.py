@@ -85,6 +85,7 @@ class Estimates:
         self.prefill = Estimate(machine.prefill if machine else _linear, known=known)
         # wait of a batch for the load to the device
         self.load = Estimate(machine.load if machine else _linear, known=known)
+        self.restored = Estimate(machine.load if machine else _linear, known=False)  # whole loads
         l3 = machine.profile.l3 if machine and machine.profile else None
         reads = machine.read if machine and l3 is not None else None
         self.read = Estimate(reads or _linear, known=reads is not None)  # from L3 to host memory
@@ -106,15 +107,20 @@ class Estimates:
         return None if whole is None or rest is None else max(0.0, whole - rest)
 
     def loaded(self, tokens: int) -> float:
-        """Seconds that a batch waits for the load of a hit; 0 if unknown."""
-        return self.load.seconds(tokens) or 0.0
+        """Seconds that a batch waits for a hit's load, at most a whole restore; 0 if unknown."""
+        waits, restored = self.load.seconds(tokens) or 0.0, self.restored.seconds(tokens)
+        return waits if restored is None else min(waits, restored)
+
+    def measured_restore(self, tokens: int, seconds: float) -> None:
+        """``tokens`` (at least 1) came from host memory to the device."""
+        self.restored.measured(tokens, 0.0, seconds)
 
     def rates(self) -> dict[str, float]:
         """Known rates, in tokens per second, of operations on :data:`SHOWN_TOKENS` tokens."""
-        names = ("l3_read", "shared_read", "load", "prefill")
-        taken = zip(names, (self.read, self.shared, self.load, self.prefill), strict=True)
-        known = ((name, each.seconds(SHOWN_TOKENS)) for name, each in taken)
-        return {name: SHOWN_TOKENS / seconds for name, seconds in known if seconds}
+        by_name = {"l3_read": self.read, "shared_read": self.shared, "prefill": self.prefill}
+        known = {name: each.seconds(SHOWN_TOKENS) for name, each in by_name.items()}
+        known["load"] = self.loaded(SHOWN_TOKENS)
+        return {name: SHOWN_TOKENS / seconds for name, seconds in known.items() if seconds}
 
 
 def _linear(tokens: int, prefix: float) -> float:

@@ -31,7 +31,6 @@ PROBE_SECONDS = 10.0  # from the last read to the next probe while hits are refu
 LONGEST_PROBE_SECONDS = 320.0  # ...twice as long after each slow probe, up to this
 PROBE_SHARE = 0.05  # a probe is judged after this share of the time to compute its hit
 
-
 catching = partial(metrics.catching, "hit_gate", "a decision about an L3 hit failed; it is read")
 
 

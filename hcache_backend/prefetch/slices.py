@@ -41,8 +41,9 @@ class SliceBudget:
         only if they would end in ``best``."""
         if not share or self.unfinished() >= _UNFINISHED:
             return 0
-        queued = sum(self._expected(*launched) for launched in self._launched)
-        if queued + (self._layer.seconds(page_size, prefix) or 0.0) * layers >= within:
+        seconds = self._layer.seconds  # 0 if unknown
+        queued = sum(n * (seconds(one.tokens, before) or 0.0) for one, before, n in self._launched)
+        if queued + (seconds(page_size, prefix) or 0.0) * layers >= within:
             return 0
         return self._slice(most, page_size, prefix, layers, share, min(within - queued, best))
 
@@ -70,10 +71,6 @@ class SliceBudget:
             least = counts[: max(1, _LEAST_TOKENS // page_size)]
             pages = max(pages, bisect_right(least, within, key=seconds))
         return max(1, pages)
-
-    def _expected(self, restore: RunningRestore, prefix: int, layers: int) -> float:
-        """Seconds of a launched slice; 0 if unknown."""
-        return layers * (self._layer.seconds(restore.tokens, prefix) or 0.0)
 
     def unfinished(self) -> int:
         while self._launched and self._launched[0][0].done():

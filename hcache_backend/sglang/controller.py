@@ -378,7 +378,6 @@ _LOOKING_SECONDS = 1e-3  # between two looks at the progress of the front
 _LEAST_SECONDS = 0.01  # of a read, about, because each one has a fixed cost of milliseconds
 _MOST_STEPS = 4  # of a read
 
-
 # read(operation, keys, host_indices, extra_info) gives the number of leading pages that are there
 Read = Callable[..., int]
 UntilMet = Callable[..., tuple[float, float]]  # its arguments are those of EagerLoads.until_met
@@ -490,8 +489,7 @@ class BatchedReads:
 
     def _steps(self, step: int) -> int:
         """Number of steps of ``step`` pages to read at once; each is reported all the same."""
-        wanted = _LEAST_SECONDS / (step * self._seconds_per_page)
-        return min(max(1, math.ceil(wanted)), _MOST_STEPS)
+        return min(math.ceil(_LEAST_SECONDS / (step * self._seconds_per_page)) or 1, _MOST_STEPS)
 
     def _next_back(self, operation: Any, meeting: Meeting, until_met: UntilMet, most: int) -> range:
         """Pages to read now; none if the prefetch has ended or the two ends have met. If the front

@@ -130,6 +130,10 @@ class Runtime:
         metrics.CAPABILITY.set(JUDGING)
         self.l3.estimates.know(machine)
         self.hit_gate = HitGate(self.l3, self.prefetches, backend, min_gain)
+        with metrics.catching("look_up", "the first look-up waits for SGLang's hash extension"):
+            from sglang.srt.mem_cache.utils import get_hash_str
+
+            get_hash_str([0])  # builds it: up to 23 s, in which L3 would seem stalled
 
     def report(self) -> ServerReport:
         hidden = self.mode == "hidden"

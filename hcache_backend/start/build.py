@@ -415,8 +415,9 @@ def build_stack(
     capture = _start_capture(runtime, pool, plan) if hidden else None
     pipeline = plan.pipeline(pool.kv_buffer, projector, order)
     slowdown, failed = runtime.l3.estimates.slowdown, runtime.cannot_restore
+    restored = runtime.l3.estimates.measured_restore
     methods, recomputer = plan.methods, plan.recomputer
-    loads = LoadQueue(pool.arena, pipeline, methods, recomputer, device, slowdown, failed)
+    loads = LoadQueue(pool.arena, pipeline, methods, recomputer, device, slowdown, failed, restored)
     pool.connect(loads, capture, frees_duplicates=memory.hicache_write_policy == "write_back")
     token_bytes = pool.size_per_token, page_plan.kv_bytes_per_token(kvcache)
     warn_of_small_host_pool(pool.size, int(kvcache.size), *token_bytes)

@@ -75,7 +75,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
     l3 = "none" if args.hicache_storage_backend is None else l3
     tokens = min(int(runtime.runner.model_config.context_len), size)
     every_kv = Partition(0, 0, layers)
-    restore = Restore(profile, shape, every_kv, ranks, min(CHUNK_TOKENS, size), eager=eager)
+    restore = Restore(profile, shape, every_kv, ranks, min(CHUNK_TOKENS, size))
     if decision is None:
         kv_bytes = kv_share * page_plan.kv_bytes_per_token(kvcache)
         width = int(runtime.runner.model_config.hidden_size)
@@ -231,9 +231,9 @@ def model_shape(
 
 
 def judge_hits(runtime: Runtime, config: HCacheConfig | None, backend: str | None = None) -> None:
-    """Judge and measure L3 hits from now on: of our store, or of another
-    ``backend`` whose pages are our own. All ranks call it at the same point, at attach. Raises
-    ConfigError on every rank if the profile is unusable."""
+    """Judge and measure L3 hits from now on: of our store, or of another ``backend`` with own
+    pages. All ranks call it at the same point, at attach. Raises ConfigError on every rank if the
+    profile is unusable."""
     if config is not None and may_judge(runtime, config):
         machine = _machine(runtime, config)
         if backend is not None and machine is not None and machine.profile is not None:
@@ -262,7 +262,7 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
     ranks = ranks_of_a_request(resolved(runtime.runner.server_args))
     methods = runtime.layer_methods
     if methods is not None and methods.profile is not None and methods.shape is not None:
-        return replace(methods, ranks=ranks, eager=runtime.eager)
+        return replace(methods, ranks=ranks)
     if not config.min_gain:
         return None  # nothing is judged; measurements in service suffice for slices
     measured: tuple[Profile, ModelShape] | None = None
@@ -283,7 +283,7 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
         return None
     profile, shape = found
     partition = methods.partition if methods is not None else Partition(0, 0, shape.layers)
-    return Restore(profile, shape, partition, ranks, eager=runtime.eager)
+    return Restore(profile, shape, partition, ranks)
 
 
 def _measured(runtime: Runtime, config: HCacheConfig) -> tuple[Profile, ModelShape] | None:

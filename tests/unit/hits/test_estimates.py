@@ -59,6 +59,11 @@ def test_without_a_machine_only_growth_is_known() -> None:
     hit = Hit(tokens=1000, prefix=0, rest=100)
     assert costs.saved(hit) is None
     assert costs.loaded(1000) == 0
+    for _ in range(2):
+        costs.load.measured(1000, 0, 9.0)
+    assert costs.loaded(1000) == 9.0
+    costs.measured_restore(1000, 0.5)  # the batches were slow for another reason
+    assert costs.loaded(1000) == 0.5
     costs.prefill.measured(500, 0, 1.0)
     assert costs.saved(hit) == pytest.approx(2.0)
 
@@ -75,8 +80,6 @@ def test_a_hit_saves_what_is_not_computed_and_not_attended_from() -> None:
 def test_a_profile_gives_all_rates() -> None:
     costs = Estimates(MACHINE)
     assert costs.read.seconds(4096) == pytest.approx(4096 * 32 * LLAMA_7B.kv_bytes / 6.9e9)
-    eager = Estimates(replace(MACHINE, eager=True))
-    assert 0 < eager.loaded(4096) < costs.loaded(4096) / 2
     other_l3 = replace(MACHINE, profile=preset_profile("h100"))
     assert Estimates(other_l3).read.seconds(4096) is None
 

@@ -10,7 +10,6 @@ from pytest import MonkeyPatch
 
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.plan.profile import Profile, Rate, preset_profile
-from hcache_backend.plan.restore import READ_BATCHES
 from hcache_backend.sglang import arguments
 from hcache_backend.start import machine as start
 from tests.kit.host import kv_pool
@@ -70,19 +69,6 @@ def test_hits_are_judged_by_the_bytes_that_k_and_v_are_stored_in(
     layers = unmeasured.runner.token_to_kv_pool.layer_num
     plain = 2 * layers * 2 * 16 * 2  # K and V of a token
     assert machine.read(1000, 0) == pytest.approx(1000 * share * plain / 1e6, rel=0.001)
-
-
-def test_restores_that_are_not_eager_count_whole(unmeasured: Any, monkeypatch: MonkeyPatch) -> None:
-    """Plain pages, for one: whatever option 'restore' says."""
-    monkeypatch.setattr(start, "find_profile", lambda *_: preset_profile("h100", 1))
-    loads = []
-    for eager in (False, True):
-        unmeasured.eager = eager
-        machine = start._machine(unmeasured, unmeasured.config)
-        assert machine is not None
-        loads.append(machine.load(4096, 0))
-    assert not unmeasured.own_pages
-    assert loads[0] == pytest.approx(READ_BATCHES * loads[1])
 
 
 class Group:

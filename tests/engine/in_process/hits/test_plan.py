@@ -55,10 +55,10 @@ def gate_takes(plan: PartitionPlan) -> bool:
         pool.kv_lora_rank = plan.model.latent.rank
     exchanges = plan.tp > 1 and bool(plan.stored.hidden or plan.model.latent)
     refused = refusal(EAGER, Server(runtime, pool, exchanges=exchanges))
-    machine = Restore(plan.profile, plan.model, plan.stored, plan.tp, eager=refused is None)
+    machine = Restore(plan.profile, plan.model, plan.stored, plan.tp)
     gate = Gate(machine, CONFIG.min_gain)
     gate._probes[0].last_read = 100.0  # none is due
-    return takes(gate, "a", plan.tokens, recomputing=slices(plan) if machine.eager else None)
+    return takes(gate, "a", plan.tokens, recomputing=slices(plan) if refused is None else None)
 
 
 @pytest.mark.parametrize("restore", ["auto", "layerwise"])

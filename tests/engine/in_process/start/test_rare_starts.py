@@ -408,7 +408,7 @@ def test_a_measured_partition_knows_the_machine(runtime: Any, monkeypatch: Monke
     runtime.runner = SimpleNamespace(server_args=server_args(tp_size=2))
     monkeypatch.setattr(machine, "resolved", lambda args: args)
     known = machine._machine(runtime, HCacheConfig())
-    assert known == replace(runtime.layer_methods, ranks=2, eager=runtime.eager)
+    assert known == replace(runtime.layer_methods, ranks=2)
 
 
 # ---- seams that are missing ----
