@@ -20,6 +20,7 @@ import stat
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -53,8 +54,12 @@ _LOOK_SECONDS = 0.5  # of a look-up for a commit; then it finds nothing
 _READERS = 4  # threads that look up at once; another one waits
 _AT_A_TIME = 499  # entries of one statement; before 3.32 SQLite takes 999 values
 _KEYS_AT_A_TIME = 2048  # of a look-up: a change waits for each statement
-# Statements are fixed, so one that is wrong met tables that are not ours.
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+# Errors that are the disk's, or another process's; all others are of a damaged file.
+_NO_DAMAGE = (
+    *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR),
+    *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_PERM),
+    *(sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_AUTH, sqlite3.SQLITE_NOLFS),
+)
 _FIND = f"""
 WITH RECURSIVE numbers (i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM numbers WHERE i + 1 < ?)
 SELECT group_concat(hex(page || files)) FROM numbers
@@ -78,6 +83,14 @@ _META_TOTALS = "SELECT value FROM meta WHERE name IN ('totals', 'totals digest')
 
 class DamagedIndexError(sqlite3.DatabaseError):
     """The index says what no store writes, so it has to be made anew."""
+
+
+class _Connection(sqlite3.Connection):
+    def execute(self, *arguments: Any) -> sqlite3.Cursor:
+        try:
+            return super().execute(*arguments)
+        except UnicodeDecodeError as error:  # SQLite's message quotes a damaged schema
+            raise DamagedIndexError("its schema is damaged") from error
 
 
 class Entry(NamedTuple):
@@ -126,7 +139,7 @@ class Index:
                     connection.execute("DELETE FROM meta WHERE name = ''")  # it can be written
             if tables != _TABLES and (tables or readonly):
                 raise DamagedIndexError(f"its tables are {tables}")
-            self.totals(), self.rank_range()
+            self.totals(), self.rank_range(), self.meta("complete"), self.meta("boot")
         except BaseException:
             self.close()
             raise
@@ -318,9 +331,15 @@ class Index:
     def _connect(self, how: str, seconds: float) -> sqlite3.Connection:
         path, options = quote(os.fsencode(self._path), safe=""), {"check_same_thread": False}
         connection = sqlite3.connect(
-            f"file:{path}?{how}", timeout=seconds, isolation_level=None, uri=True, **options
+            f"file:{path}?{how}",
+            timeout=seconds,
+            isolation_level=None,
+            uri=True,
+            factory=_Connection,
+            **options,
         )
         self._connections.append(connection)
+        connection.text_factory = partial(str, encoding="latin-1")  # also of damaged text
         connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
         return connection
 
@@ -349,7 +368,10 @@ class Index:
 
 def is_damaged(error: Exception) -> bool:
     """Whether an index that raised ``error`` has to be made anew."""
-    return isinstance(error, DamagedIndexError) or _code(error) in _DAMAGED
+    ours = isinstance(error, sqlite3.ProgrammingError) or not isinstance(
+        error, sqlite3.DatabaseError
+    )
+    return not ours and _code(error) not in _NO_DAMAGE
 
 
 def _code(error: Exception) -> int | None:
@@ -364,6 +386,8 @@ def _find(connection: sqlite3.Connection, pages: Sequence[bytes]) -> dict[bytes,
         some = pages[begin : begin + _KEYS_AT_A_TIME]
         [(found,)] = connection.execute(_FIND, (len(some), b"".join(some))).fetchall()
         records |= {row[:_NAME_BYTES]: row[_NAME_BYTES:] for row in _from_hex(found)}
+    if not records.keys() <= {*pages}:
+        raise DamagedIndexError("a page was found that nobody asked for")
     return records
 
 
