@@ -1,5 +1,8 @@
-"""A prefetch of HiCache's, and eager loads of it without a host pool."""
+"""A prefetch of HiCache's, its restores, and eager loads of it without a host pool."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +46,44 @@ class Operation:
 
     def is_terminated(self) -> bool:
         return self.terminated
+
+
+class Restore:
+    """A restore that ends when somebody waits for it, and not before."""
+
+    def __init__(
+        self,
+        pages: Sequence[int] = (),
+        reads: Sequence[int] = (),
+        behind: Restore | None = None,
+    ) -> None:
+        self.pages = pages
+        self.reads = reads  # device pages from which it recomputes
+        self.behind = behind  # on the same stream
+        self.failed: Exception | None = None
+        self.is_done = False  # for whoever is behind it on a stream
+        self.read_host = False  # for threads
+
+    def wait_for_layer(self, layer: int) -> None:
+        self.is_done = True
+
+    @property
+    def copied(self) -> Restore:
+        return self
+
+    def query(self) -> bool:
+        return self.read_host
+
+    def wait(self) -> None:
+        for restore in self.with_those_before():
+            restore.is_done = True
+
+    def with_those_before(self) -> list[Restore]:
+        """Itself and what ends before it, since it was launched earlier on the same stream."""
+        return [self, *(self.behind.with_those_before() if self.behind is not None else ())]
+
+    def wait_until_copied(self) -> None:
+        self.read_host = True
 
 
 def eager_over(

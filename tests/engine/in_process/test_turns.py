@@ -13,9 +13,9 @@ from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.sglang import controller as controllers
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.radix_cache import TURN
-from tests.engine.in_process.hits.eager_scene import PAGES, SIZE, Restore, Scene
+from tests.engine.in_process.hits.eager_scene import PAGES, SIZE, Scene
 from tests.kit.host import Host, bare_controller, checked
-from tests.kit.prefetch import Operation
+from tests.kit.prefetch import Operation, Restore
 from tests.kit.ranks import Ranks, together
 from tests.kit.turns import Reduce, alone
 
@@ -135,5 +135,5 @@ def test_a_restore_that_one_rank_cannot_launch_is_a_miss_on_all(monkeypatch: Mon
     assert together(Rank.turn, ranks) == [PAGES - 8] * 2
     assert together(Rank.load, ranks) == [None, None]
     assert together(Rank.turn, ranks) == [PAGES] * 2
-    assert all(restore.waited for rank in ranks for restore in rank.scene.restores)
+    assert all(restore.is_done for rank in ranks for restore in rank.scene.restores)
     assert together(Rank.load, ranks) == [8, 8]

@@ -1,45 +1,12 @@
-"""A device's free pages, and restores that end when somebody waits for them."""
+"""A device's free pages, and what restores write to them."""
 
 from __future__ import annotations
 
 import torch
 
+from tests.kit.prefetch import Restore
+
 SIZE, DEVICE_PAGES, HOST_PAGES = 2, 12, 24
-
-
-class Restore:
-    """A restore that ends when somebody waits for it, and not before."""
-
-    def __init__(
-        self, pages: list[int], reads: list[int] | None = None, behind: Restore | None = None
-    ) -> None:
-        self.pages = pages
-        self.reads = reads or []  # device pages from which it recomputes
-        self.behind = behind  # on the same stream
-        self.failed: Exception | None = None
-        self.is_done = False  # for whoever is behind it on a stream
-        self.read_host = False  # for threads
-
-    def wait_for_layer(self, layer: int) -> None:
-        self.is_done = True
-
-    @property
-    def copied(self) -> Restore:
-        return self
-
-    def query(self) -> bool:
-        return self.read_host
-
-    def wait(self) -> None:
-        for restore in self.with_those_before():
-            restore.is_done = True
-
-    def with_those_before(self) -> list[Restore]:
-        """Itself and what ends before it, since it was launched earlier on the same stream."""
-        return [self, *(self.behind.with_those_before() if self.behind is not None else ())]
-
-    def wait_until_copied(self) -> None:
-        self.read_host = True
 
 
 class Device:

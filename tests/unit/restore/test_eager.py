@@ -7,7 +7,8 @@ import torch
 from hcache_backend.host.loads import Prepared
 from hcache_backend.prefetch.eager import EagerRestores
 from hcache_backend.streams import StreamFailed
-from tests.unit.restore.eager_device import DEVICE_PAGES, SIZE, Device, Restore, pages_of
+from tests.kit.prefetch import Restore
+from tests.unit.restore.eager_device import DEVICE_PAGES, SIZE, Device, pages_of
 
 
 class Scene:

@@ -13,12 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hcache_backend.host.loads import Prepared
 from hcache_backend.prefetch.eager import EagerRestores
 from tests.integrity import assert_sound_reservations
+from tests.kit.prefetch import Restore
 from tests.unit.restore.eager_device import (
     DEVICE_PAGES,
     HOST_PAGES,
     SIZE,
     Device,
-    Restore,
     pages_of,
     slots_of,
 )

@@ -13,33 +13,10 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from hcache_backend.prefetch.eager import EagerRestores
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.sglang.allocator import ReservablePages
-from tests.kit.prefetch import eager_over
+from tests.kit.prefetch import Restore, eager_over
 
 SIZE, PAGES = 4, 10
 plugin._replace_allocator_kernels()
-
-
-class Restore:
-    failed: Exception | None = None
-
-    def __init__(self) -> None:
-        self.waited = False
-
-    def wait_for_layer(self, layer: int) -> None:
-        self.waited = True
-
-    @property
-    def copied(self) -> Restore:
-        return self
-
-    def query(self) -> bool:
-        return self.waited
-
-    def wait(self) -> None:
-        self.waited = True
-
-    def wait_until_copied(self) -> None:
-        self.waited = True
 
 
 class Scene:

@@ -28,7 +28,7 @@ def test_reserved_pages_count_as_available_and_go_to_whoever_needs_them(scene: S
     assert scene.allocator.available_size() == SIZE
     assert not pages_in(first) & pages_in(second)
     assert scene.allocator.alloc(2 * SIZE) is None
-    assert scene.restores[0].waited
+    assert scene.restores[0].is_done
 
 
 def extended(scene: Scene, pages: int) -> torch.Tensor:
@@ -89,7 +89,7 @@ def test_pages_are_free_at_once_while_the_scheduler_collects_what_it_frees(scene
 def test_clearing_the_allocator_forgets_reservations(scene: Scene) -> None:
     scene.reserve(1, 2, arrived=1)
     scene.allocator.clear()
-    assert scene.restores[0].waited
+    assert scene.restores[0].is_done
     assert scene.eager.pages == 0
     assert len(pages_in(scene.allocator.alloc(PAGES * SIZE))) == PAGES
 
@@ -108,7 +108,7 @@ def test_an_abort_frees_what_it_held_in_the_next_turn(scene: Scene) -> None:
     eager._pool.on_freed[0](np.arange(4))
     turn_of(eager, cache)
     assert (scene.pages.count(), scene.allocator.available_size()) == (PAGES, PAGES * SIZE)
-    assert all(restore.waited for restore in scene.restores)
+    assert all(restore.is_done for restore in scene.restores)
 
 
 class Slices:

@@ -228,9 +228,9 @@ def test_host_pages_are_left_alone_when_the_processor_wants_them(fronts: Fronts)
     fronts.turn()
     [restore] = fronts.scene.restores
     fronts.eager.until_saved(np.array([5]))
-    assert not restore.waited
+    assert not restore.read_host
     fronts.eager.until_saved(np.array([1, 5]))
-    assert restore.waited
+    assert restore.read_host
 
 
 def test_what_was_restored_is_given_back_when_it_means_nothing_any_more(fronts: Fronts) -> None:
