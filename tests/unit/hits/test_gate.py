@@ -21,7 +21,6 @@ from hcache_backend.prefetch.estimates import (
 )
 from hcache_backend.prefetch.gate import Gpu
 from hcache_backend.prefetch.prefetch import Hit, Meeting, Prefetch, Prefetches, Recomputing, State
-from tests.kit.prefetch import Operation
 from tests.unit.hits.gates import (
     STEP,
     Gate,
@@ -468,12 +467,16 @@ def test_refusals_are_remembered_of_the_last_requests(monkeypatch: pytest.Monkey
     assert [prefetches.add_request(name, 0, None).refused for name in "abc"] == [False, True, True]
 
 
+class Operation:
+    request_id = "a"
+
+
 def test_the_prefetch_of_an_operation_is_one_record_while_the_operation_lives() -> None:
     prefetches = Prefetches()
-    first, later, others = (Operation(1, 1) for _ in range(3))
-    asked = prefetches.add_request("r", 5, None)
+    first, later, others = Operation(), Operation(), Operation()
+    asked = prefetches.add_request("a", 5, None)
     assert prefetches.of(first) is prefetches.of(first) is asked
-    again = prefetches.add_request("r", 7, None)  # SGLang asks once more
+    again = prefetches.add_request("a", 7, None)  # SGLang asks once more
     assert (prefetches.of(first), prefetches.of(later)) == (asked, again)
     prefetches.waiting.clear()  # as the gate does with prefetches that are over
     assert prefetches.of(others) is not again
