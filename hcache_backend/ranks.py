@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ logger = logging.getLogger("hcache")
 
 Group: TypeAlias = dist.ProcessGroup | None  # None: a single rank
 
-_Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
@@ -35,8 +34,7 @@ def smallest(group: Group, *numbers: int) -> list[int]:
     least = torch.tensor(numbers, dtype=torch.int64)
     if group is not None and dist.is_initialized() and dist.get_world_size(group=group) > 1:
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
-    found: list[int] = least.tolist()
-    return found
+    return list[int](least.tolist())
 
 
 def sum_of_all_ranks(group: Group, own: torch.Tensor) -> torch.Tensor:
@@ -48,24 +46,18 @@ def sum_of_all_ranks(group: Group, own: torch.Tensor) -> torch.Tensor:
     return torch.stack(every).sum(0)
 
 
-def all_or_none(
-    groups: tuple[Group, ...],
-    work: Callable[_Arguments, _Result],
-    *args: _Arguments.args,
-    **kwargs: _Arguments.kwargs,
-) -> _Result:
+def all_or_none(groups: tuple[Group, ...], work: Callable[[], _Result]) -> _Result:
     """The result of ``work`` on this rank; raises Refused on every rank if it failed on one.
 
     - Every rank reaches every collective, in the same order.
-    - All ranks learn the outcome, by one MIN-reduce per group, before any rank goes on. So all of
-      them leave at the same step.
+    - All ranks learn the outcome, by one MIN-reduce per group, before any rank goes on.
     - Work with collectives must reach each of them whatever it finds, and refuse after the last.
 
     ``groups`` are on the CPU: tensor-parallel ranks, and pipeline stages if there is no fallback.
     """
     reason: str | None = None
     try:
-        result = work(*args, **kwargs)
+        result = work()
     except Refused as refused:
         reason = str(refused)
     except Exception as error:

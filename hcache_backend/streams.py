@@ -174,6 +174,16 @@ def recording_graph() -> bool:
     return _door.recording_graph()
 
 
+def local_device() -> torch.device:
+    """The GPU of this machine, or its CPU if torch sees none."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def gpu_name(device: torch.device) -> str | None:
+    """The product name of a GPU; None for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
 class _CudaEvent:
     """A torch event recorded on ``stream``; it is reused when this one dies."""
 

@@ -196,8 +196,8 @@ def _measure(shape: ModelShape, config: HCacheConfig, seconds: float, *, hidden:
     import torch
 
     from hcache_backend.plan.measure import OPERATIONS, Bench, measure, read_rate
+    from hcache_backend.streams import local_device
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if shape.element_bytes == 4 else torch.bfloat16
     with common.progress_bar(hidden=hidden) as progress:
         task = progress.add_task("L3 folders", total=1 + len(OPERATIONS))
@@ -209,7 +209,7 @@ def _measure(shape: ModelShape, config: HCacheConfig, seconds: float, *, hidden:
             progress.update(task, advance=1, description=_OPERATIONS[operation])
 
         try:
-            bench = Bench(shape, device, dtype, seconds)
+            bench = Bench(shape, local_device(), dtype, seconds)
             return measure(bench, l3, config.dirs, begin=begin)
         except torch.OutOfMemoryError:
             raise Failure("the device has no room for one layer; stop what else uses it") from None

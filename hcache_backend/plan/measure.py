@@ -30,7 +30,7 @@ from hcache_backend.plan.profile import Profile, Rate, processor_name
 from hcache_backend.store import FileOps, best_file_ops
 from hcache_backend.store.file_ops import FOLDER, PageIO, probe_alignment
 from hcache_backend.store.folder import existing_part
-from hcache_backend.streams import host_tensor, release_memory
+from hcache_backend.streams import current_stream, gpu_name, host_tensor, release_memory
 from hcache_kernels.pages import gather_pages, gather_planes
 
 logger = logging.getLogger("hcache")
@@ -115,18 +115,15 @@ class Bench:
     def _time(self, work: Work, share: float) -> float:
         """Seconds of the fastest call: other load of the machine only adds to it."""
         work()
+        stream = current_stream(self.device)
         times, until = list[float](), time.perf_counter() + share
         while len(times) < _LEAST_RUNS or (len(times) < _MOST_RUNS and time.perf_counter() < until):
-            self._wait()
+            stream.record().synchronize()
             start = time.perf_counter()
             work()
-            self._wait()
+            stream.record().synchronize()
             times.append(time.perf_counter() - start)
         return min(times)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _rows(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device, dtype=self.dtype) / shape[-1] ** 0.5
@@ -198,7 +195,7 @@ class Bench:
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+    return gpu_name(device) or processor_name()
 
 
 def measure(

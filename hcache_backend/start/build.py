@@ -144,7 +144,7 @@ class Start:
 
     def step(self, work: Callable[_P, _Result], *args: _P.args, **kw: _P.kwargs) -> _Result:
         groups = self._params.tp_cache_group, self._params.pp_cache_group
-        return all_or_none(groups, work, *args, **kw)
+        return all_or_none(groups, lambda: work(*args, **kw))
 
     def plan(self, no_hidden: str | None) -> PagePlan:
         """The plan of hidden mode, otherwise of pages of K and V; ``no_hidden``: a known reason for

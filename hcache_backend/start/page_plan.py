@@ -266,7 +266,7 @@ def choose_codec(group: Group, runtime: Runtime, probe: Probe, projector: Projec
     rows = probe.hidden[0]
     wanted = asked_codec(runtime, rows.dtype)
     try:
-        return all_or_none((group,), _proven, wanted, probe, projector)
+        return all_or_none((group,), lambda: _proven(wanted, probe, projector))
     except Refused as refused:
         return hidden_as_they_are(wanted, rows.shape[1], rows.dtype, refused)
 

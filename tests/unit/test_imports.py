@@ -149,3 +149,8 @@ def test_rooms_import_without(rooms: Iterable[str], absent: set[str]) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_one_file_names_cuda() -> None:
+    naming = {path.name for path in modules() if "torch.cuda." in path.read_text()}
+    assert naming == {"streams.py"}
