@@ -112,8 +112,10 @@ class Estimates:
         return waits if restored is None else min(waits, restored)
 
     def measured_restore(self, tokens: int, seconds: float) -> None:
-        """``tokens`` (at least 1) came from host memory to the device."""
-        self.restored.measured(tokens, 0.0, seconds)
+        """``tokens`` came from host memory to the device; 0: all were there, and first layers were
+        recomputed."""
+        if tokens:
+            self.restored.measured(tokens, 0.0, seconds)
 
     def rates(self) -> dict[str, float]:
         """Known rates, in tokens per second, of operations on :data:`SHOWN_TOKENS` tokens."""

@@ -62,6 +62,7 @@ def test_without_a_machine_only_growth_is_known() -> None:
     for _ in range(2):
         costs.load.measured(1000, 0, 9.0)
     assert costs.loaded(1000) == 9.0
+    costs.measured_restore(0, 0.1)  # a load of pages that were all restored
     costs.measured_restore(1000, 0.5)  # the batches were slow for another reason
     assert costs.loaded(1000) == 0.5
     costs.prefill.measured(500, 0, 1.0)
