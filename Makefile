@@ -15,7 +15,7 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo check test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-accuracy bench-paper bench-beside bench-hits bench-hits-load bench-eviction bench-agents bench-returns bench-bursts bench-states \
+	bench-accuracy bench-paper bench-beside bench-hits bench-hits-load bench-eviction bench-returns bench-bursts \
 	bench-restores bench-saving bench-multiturn bench-real-model record-demo record-restores record-accuracy record-real-model
 .DELETE_ON_ERROR:
 
@@ -165,14 +165,6 @@ bench-paper: setup
 bench-eviction: setup
 	$(BIN)/python -m bench.eviction $(ARGS)
 
-# Which recurrent states of agents' sessions L3 should keep. Seconds.
-bench-states: setup
-	$(BIN)/python -m bench.states $(ARGS)
-
-# What a small host tier keeps of agents' prompts, by several orders of eviction. Minutes.
-bench-agents: setup
-	$(BIN)/python -m bench.agents $(ARGS)
-
 # How soon agents that come back get their first token, on servers of four kinds. 15 minutes.
 bench-returns: setup
 	$(BIN)/python -m bench.returns $(ARGS)
@@ -189,7 +181,7 @@ bench-beside: setup
 bench-hits: setup $(VENV)/.peers
 	$(BIN)/python -m bench.hits $(ARGS)
 
-# Restores by method over a bus, or from an L3, of a given rate. STUDY: pages, codec, eager, ranks or
+# Restores by method over a bus, or from an L3, of a given rate. STUDY: pages, codec, ranks or
 # methods. Five minutes to an hour, alone.
 bench-restores: setup $(VENV)/.peers
 	$(BIN)/python -m bench.restores $(or $(STUDY),methods) $(ARGS)

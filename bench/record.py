@@ -36,10 +36,8 @@ PROGRAMS = {
     "accuracy": "bench.accuracy.__main__",
     "store": "bench.store.__main__",
     "eviction": "bench.eviction",
-    "agents": "bench.agents",
     "returns": "bench.returns",
     "bursts": "bench.bursts",
-    "states": "bench.states",
     "hits": "bench.hits.__main__",
     "hits_load": "bench.hits.load",
 }

@@ -7,7 +7,6 @@ files are not in the page cache) to the last layer in the pool. Studies:
 
 - methods: SGLang's file L3, NIXL, Mooncake, recomputation and ours; L3 as it is, over a bus on
   which the load takes as long as it took to restore (balanced), and from an L3 of a third of that
-- eager: L3 at several rates; pages restored while L3 is read, and after that
 - codec: encoded K and V in bfloat16 beside those as they are, from a slow L3
 - pages: own pages of K and V beside SGLang's plain pages, also a backup of two histories to host
   memory and a load of one from there
@@ -37,7 +36,6 @@ from bench.harness import mooncake
 from bench.harness.machine import Machine, MachineError
 from bench.harness.methods import (
     HYBRID,
-    LAYERWISE,
     METHODS,
     MOONCAKE,
     NIXL,
@@ -109,7 +107,6 @@ def _at(slowed: Literal["bus", "L3"], *rates: float, part: str = "restore") -> l
 
 
 _PAGES = (("plain", "plain"), ("own", "kv"))
-_EAGER = {"restore": "auto", "recompute": "never"}  # every page is read
 _GQA = TinyLlama(layers=8, hidden=1024, heads=8, kv_heads=4, intermediate=1024)
 """In float32 K and V of a page have as many bytes as those of Llama-3-8B in bfloat16."""
 _COMPARED = (
@@ -127,18 +124,6 @@ STUDIES = {
         planned=("hcache", "hcache-eager", HYBRID),
         tokens=4096,
         rounds=3,
-    ),
-    "eager": Study(
-        methods={
-            "layerwise": _ours("layer-wise", mode="hidden", **LAYERWISE),
-            "eager": _ours("eager", mode="hidden", **_EAGER),
-            "kv": _ours("KV pages", mode="kv", **LAYERWISE),
-        },
-        limits=(*_at("L3", 10, 25, 100, 200, 400, 0), Limit("L3", of_balanced=1.0)),
-        ratios=(("eager", "layerwise"), ("eager", "kv")),
-        shape=replace(MHA, layers=4),
-        tokens=4096,
-        rounds=5,
     ),
     "codec": Study(
         methods={

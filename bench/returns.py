@@ -19,8 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from bench.agents import session_settings, sessions_of
+import numpy as np
+
 from bench.harness.client import StreamingClient
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
 from bench.harness.options import ADMIN_KEY
@@ -28,7 +30,7 @@ from bench.harness.program import MODEL, Program, Run, Setting, at_least, scratc
 from bench.harness.report import Column, Picture, Results, Row, Series, Table
 from bench.harness.server import Server
 from bench.multiturn import SHAPE, VOCABULARY
-from bench.workload.agents import WINDOW, Session
+from bench.workload.agents import WINDOW, Session, agent_sessions, generated
 
 SEED, IDLE_S = 1, 10.0
 LONGEST_IDLE_S, BEGIN_S = 300.0, 300.0
@@ -64,6 +66,16 @@ def turns_of(session: Session, number: int, tokens: int, most: int) -> list[Turn
         found.append(Turn((*ids, chance.randrange(VOCABULARY)), shared, output, max(0.0, idle)))
         before = turn
     return found
+
+
+def sessions_of(given: Any) -> Sequence[Session]:
+    """Sessions with small windows: ``--sessions`` of the trace if there is one, or generated."""
+    sessions = generated(given.sessions, SEED)
+    if given.trace is not None:
+        read = [session for session in agent_sessions(given.trace) if session]
+        chosen = np.random.default_rng(SEED).permutation(len(read))[: given.sessions]
+        sessions = [read[place] for place in chosen]
+    return [one for one in sessions if max(turn.prompt for turn in one) <= WINDOW]
 
 
 async def _talk(client: StreamingClient, turns: Sequence[Turn], speed: float) -> list[Row]:
@@ -114,8 +126,8 @@ def summary(way: str, turns: Sequence[Row], kept: Sequence[Row]) -> Row:
 
 def measure(run: Run) -> Results:
     given = run.given
-    small = [one for one in sessions_of(given) if max(turn.prompt for turn in one) <= WINDOW]
-    sessions = [turns_of(one, n, given.tokens, given.turns) for n, one in enumerate(small)]
+    small = enumerate(sessions_of(given))
+    sessions = [turns_of(one, n, given.tokens, given.turns) for n, one in small]
     longest = max(len(turn.prompt) + turn.output for turns in sessions for turn in turns)
     histories = sum(max(len(turn.prompt) for turn in turns) for turns in sessions)
     pool = math.ceil(max(1.25 * longest, histories / 8) / PAGE_SIZE) * PAGE_SIZE
@@ -157,7 +169,8 @@ PROGRAM = Program(
     doc=__doc__,
     measure=measure,
     settings=(
-        *session_settings(20),
+        Setting("--sessions", at_least(1), 20, "sessions, generated or of the trace"),
+        Setting("--trace", Path, None, "a file of sessions, see bench/workload/agents.py"),
         *MODEL,
         Setting("--turns", at_least(2), 8, "of a session, the last ones"),
         Setting("--tokens", at_least(1), 128, "divides lengths"),

@@ -8,8 +8,7 @@ interpolated. Idle times, and new tokens, of one session are more alike than tho
 
 import json
 import lzma
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import count
+from collections.abc import Iterable, Sequence
 from math import exp, log
 from pathlib import Path
 from statistics import NormalDist
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.workload.base import WorkloadError
-from bench.workload.traces import SPAN_S, Request
 
 LEVELS = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 QUANTILES: dict[str, tuple[float, ...]] = {
@@ -40,7 +38,7 @@ YOUNG = 45_000  # shorter prompts grow faster, in proportion
 ALIKE = {"idle": 0.148, "new": 0.233}  # share of the variance (of logarithms) between sessions
 LATE = 0.65  # so many times as many turns have sessions that begin near the end of the window
 LONGEST = 1_000_000  # tokens of a prompt, in these
-ID_TOKENS, MOONCAKE_TOKENS = 64, 512  # of a hash id
+ID_TOKENS = 64  # of a hash id
 
 
 class AgentTurn(NamedTuple):
@@ -107,12 +105,9 @@ def _session(dice: _Dice) -> Session:
 def agent_sessions(path: Path) -> list[Session]:
     """Sessions of a trace (JSON, also as ``.xz``): a list of ``{"requests": [{"t", "in", "out",
     "api_time", "hash_ids"}]}``. ``hash_ids`` are of 64 tokens: the number of those shared with the
-    request before, and the others. A ``.jsonl`` is a trace of Mooncake. Raises WorkloadError if it
-    is something else."""
+    request before, and the others. Raises WorkloadError if it is something else."""
     try:
         text = path.read_bytes()
-        if path.suffix == ".jsonl":
-            return _of_mooncake(map(json.loads, text.splitlines()))
         text = lzma.decompress(text) if path.suffix == ".xz" else text
         return [_of_trace(session["requests"]) for session in json.loads(text)]
     except (KeyError, TypeError, ValueError, IndexError, lzma.LZMAError) as error:
@@ -130,57 +125,3 @@ def _of_trace(requests: Iterable[dict[str, Any]]) -> Session:
         turns.append(AgentTurn(one["t"], one["in"], shared, one["out"], answered))
         before = one["in"]
     return turns
-
-
-def _of_mooncake(requests: Iterable[dict[str, Any]]) -> list[Session]:
-    """Of ``{"timestamp" (ms), "input_length", "output_length", "hash_ids"}``. An id of 512 tokens
-    stands for all tokens before, too. A request goes on with the session whose prompt it begins
-    with."""
-    sessions, ends = list[list[AgentTurn]](), dict[int, list[AgentTurn]]()
-    for one in sorted(requests, key=lambda one: one["timestamp"]):
-        ids, at = one["hash_ids"][: one["input_length"] // MOONCAKE_TOKENS], one["timestamp"] / 1e3
-        known = next((n for n in range(len(ids), 0, -1) if ids[n - 1] in ends), 0)
-        session = ends.pop(ids[known - 1]) if known else []
-        if not session:
-            sessions.append(session)
-        shared = known * MOONCAKE_TOKENS
-        session.append(AgentTurn(at, one["input_length"], shared, one["output_length"], at))
-        if ids:
-            ends[ids[-1]] = session
-    return [[_since(turn, session[0].time) for turn in session] for session in sessions]
-
-
-def _since(turn: AgentTurn, begin: float) -> AgentTurn:
-    return turn._replace(time=turn.time - begin, answered=turn.answered - begin)
-
-
-# ---- what they ask of a cache ----
-
-
-def as_requests(
-    sessions: Sequence[Session], page_tokens: int, seed: int, span_s: float = SPAN_S
-) -> list[tuple[int, Request]]:
-    """The requests of all sessions, which begin within ``span_s``, in order, each with the number
-    of its session. Replies are part of the next prompt."""
-    starts = np.random.default_rng([seed, 5]).uniform(0, span_s, len(sessions)).tolist()
-    new, found = count(), list[tuple[int, Request]]()
-    for number, (start, session) in enumerate(zip(starts, sessions, strict=True)):
-        for time, pages in _pages(session, page_tokens, new):
-            found.append((number, Request(start + time, pages, len(pages))))
-    return sorted(found, key=lambda one: one[1].time)
-
-
-def _pages(
-    session: Session, page_tokens: int, new: Iterator[int]
-) -> Iterator[tuple[float, tuple[int, ...]]]:
-    pages: list[int] = []
-    for turn in session:
-        del pages[turn.shared // page_tokens :]
-        pages += [next(new) for _ in range(turn.prompt // page_tokens - len(pages))]
-        yield turn.time, tuple(pages)
-
-
-def prefix_share(sessions: Sequence[Session]) -> float:
-    """Share of the prompts' tokens that are those of the prompt before."""
-    turns = [turn for session in sessions for turn in session]
-    return sum(turn.shared for turn in turns) / sum(turn.prompt for turn in turns)
