@@ -37,7 +37,7 @@ class Estimate:
 
     def measured(self, tokens: int, prefix: float, seconds: float) -> None:
         """An operation on ``tokens`` (at least 1) took ``seconds``."""
-        ratio = seconds / self._curve(tokens, prefix)
+        ratio = seconds / max(self._curve(tokens, prefix), 1e-12)
         with self._lock:
             self._measured.append((tokens, ratio))
 
@@ -85,7 +85,7 @@ class Estimates:
         self.prefill = Estimate(machine.prefill if machine else _linear, known=known)
         # wait of a batch for the load to the device
         self.load = Estimate(machine.load if machine else _linear, known=known)
-        self.restored = Estimate(machine.load if machine else _linear, known=False)  # whole loads
+        self.restored = Estimate(_linear, known=False)  # whole loads
         l3 = machine.profile.l3 if machine and machine.profile else None
         reads = machine.read if machine and l3 is not None else None
         self.read = Estimate(reads or _linear, known=reads is not None)  # from L3 to host memory

@@ -14,6 +14,17 @@ LLAMA_7B = public_model("llama-2-7b")
 MACHINE = Restore(preset_profile("h100", 1), LLAMA_7B, Partition(0, 0, 32))
 
 
+class Free:
+    """A machine on which nothing takes time."""
+
+    profile = None
+
+    def load(self, tokens: int, prefix: float) -> float:
+        return 0.0
+
+    prefill = load
+
+
 def a_thousand_a_second(tokens: int, prefix: float) -> float:
     return tokens / 1000
 
@@ -52,6 +63,15 @@ def test_a_curve_that_is_in_no_seconds_gives_none_and_no_slowdown() -> None:
     assert (unknown.seconds(0), unknown.seconds(500)) == (0.0, None)
     unknown.measured(1000, 0, 3.0)
     assert unknown.slowdown(1000) == 1.0
+
+
+def test_an_operation_that_costs_nothing_by_its_curve_can_be_measured() -> None:
+    free = Estimate(lambda tokens, prefix: 0.0, known=True)
+    free.measured(1000, 0, 0.1)
+    assert free.seconds(1000) == 0.0
+    costs = Estimates(Free())  # type: ignore[arg-type]
+    costs.measured_restore(1000, 0.1)
+    assert costs.loaded(1000) == 0.0 and costs.restored.seconds(1000) == pytest.approx(0.1)
 
 
 def test_without_a_machine_only_growth_is_known() -> None:
