@@ -1,14 +1,14 @@
 """Which pages go when a folder is full: the ends of sequences that were used least recently.
 
-Time is the store's *access epoch*, in nanoseconds: wall time when a store is opened, or later if
-pages have higher ranks, and then as much as the machine runs. It never steps back, even if the
-clock does, so a later use has a later epoch, in every process that has the folders open.
+The store has a time of its own, in nanoseconds: wall time when a store is opened, or later if pages
+have higher ranks, and then as much as the machine runs. It never steps back, even if the clock
+does, so a later use has a later time, in every process that has the folders open.
 
-A page is of use only with every page before it in its sequence, so a use counts for a sequence
-from its first page on. The *eviction rank* of page ``i`` is the epoch of its last use minus ``i``;
-epochs never rise along a sequence. So the lowest ranks of every folder are those of ends of
-sequences, and one sequence is gone before the next one loses a page. Tensor-parallel ranks that
-store their shards of a page at one time give them different epochs; a use makes them one.
+A page is of use only with every page before it in its sequence, so a use counts for a sequence from
+its first page on. The *last use* of page ``i``, its rank in the index, is the time (epoch) of that
+use minus ``i``; times never rise along a sequence. So the lowest ranks of every folder are those of
+ends of sequences, and one sequence is gone before the next one loses a page. Tensor-parallel ranks
+that store their shards of a page at one time give them different epochs; a use makes them one.
 
 A window or a state stands for all tokens before it, so a use counts for the last ones alone. States
 at which no hit ends go before the pages around them.
@@ -60,7 +60,7 @@ class Recency:
         self._lock, self._saving = threading.Lock(), threading.Lock()
         self._pending: dict[tuple[bytes, bytes], _Use] = {}
         self._pending_keys = 0
-        self._ahead = 0  # of the access epoch, compared with the machine's own time
+        self._ahead = 0  # of the store's time, compared with the machine's own time
         self._follow(time.time_ns())
 
     def note(self, namespace: bytes, keys: Keys, first: int = 0) -> None:
@@ -150,7 +150,7 @@ class Recency:
         return time.monotonic_ns() + self._ahead
 
     def _follow(self, epoch: int) -> None:
-        """The access epoch is at least ``epoch``."""
+        """The store's time is at least ``epoch``."""
         with self._lock:
             self._ahead = max(self._ahead, epoch - time.monotonic_ns())
 

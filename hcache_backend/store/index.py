@@ -6,7 +6,7 @@ changes are made by the holder of the folder's lock; a look-up waits while one i
 be rebuilt from the page files at any time: what no store writes raises a DamagedIndexError.
 
 - ``pages``: namespace + key -> one record of 32 bytes for every shard in this folder.
-- ``recency``: eviction rank (8 bytes, big-endian) + namespace + key + shard.
+- ``recency``: last use (8 bytes, big-endian) + namespace + key + shard.
 - ``meta``: totals (pages, bytes) and their digest, format, the machine's boot, whether the index is
   complete.
 
@@ -98,7 +98,7 @@ class Entry(NamedTuple):
     header_bytes: int
     payload_bytes: int
     writer: bytes  # the server run that made it, 8 bytes
-    rank: int  # the eviction rank, see :mod:`.eviction`: the lowest goes first
+    rank: int  # the last use, see :mod:`.eviction`: the lowest goes first
 
     @property
     def file_bytes(self) -> int:
@@ -188,7 +188,7 @@ class Index:
         return [entries[mark] for mark in marks]
 
     def rank_range(self) -> tuple[int, int] | None:
-        """The lowest and the highest eviction rank; None if there is no entry."""
+        """The earliest and the latest last use; None if there is no entry."""
         [(first, last)] = self._rows(_ENDS)
         return None if first is None else (_unmark(first)[0], _unmark(last)[0])
 
@@ -218,7 +218,7 @@ class Index:
         return -self._change(pages, lambda _, files: [e for e in files if e.name not in gone])
 
     def raise_ranks(self, ranks: Mapping[PageName, int]) -> None:
-        """Give entries higher eviction ranks; those that are not there are ignored."""
+        """Give entries later last uses; those that are not there are ignored."""
 
         def change(_: bytes, files: list[Entry]) -> list[Entry]:
             new = [max(entry.rank, ranks.get(entry.name, 0)) for entry in files]

@@ -111,6 +111,7 @@ def test_runnable_blocks_do_what_they_say(
 
 
 AVERAGE, LONGEST = 18, 40  # words
+MOST_WORDS = 30  # of our own, which a reader must learn
 
 
 def wrong(path: Path) -> list[str]:
@@ -130,6 +131,12 @@ def test_a_long_sentence_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"{'word ' * LONGEST}end. {'Short. ' * 9}")
     assert [text[:17] for text in wrong(page)] == ["line 1: 41 words:"]
+
+
+def test_the_vocabulary_is_small() -> None:
+    text = (ROOT / "docs" / "structure.md").read_text().partition("\n## Glossary\n")[2]
+    _, _, *words = (line for line in text.splitlines() if line.startswith("| ") or "---" in line)
+    assert 20 < len(words) <= MOST_WORDS
 
 
 def test_readme_is_short() -> None:
