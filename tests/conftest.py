@@ -64,4 +64,4 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
-        longest_first(items)
+        longest_first(items, config.getoption("--long-results"))

@@ -13,10 +13,16 @@ import pytest
 SECONDS = Path(__file__).resolve().parent / "durations.json"
 
 
-def longest_first(items: list[pytest.Item]) -> None:
-    """Sort by files; a new one, of which nothing is known, comes last."""
-    seconds = json.loads(SECONDS.read_text())
-    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0))
+def longest_first(items: list[pytest.Item], long_results: Path | None) -> None:
+    """Sort by files; a new one, of which nothing is known, comes last. ``long_results`` says it of
+    long tests, if these are run."""
+    seconds = Counter[str]()
+    if long_results is None:
+        seconds.update(json.loads(SECONDS.read_text()))
+    else:
+        for nodeid, result in json.loads(long_results.read_text()).items():
+            seconds[nodeid.partition("::")[0]] += result["seconds"]
+    items.sort(key=lambda item: -seconds[item.nodeid.partition("::")[0]])
 
 
 class Durations:

@@ -27,9 +27,17 @@ class LongResults:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
+        self._forget_others(config, {item.nodeid for item in items})
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
+        if not node.config.option.keyword:
+            self._forget_others(node.config, set(ids))
+
+    def _forget_others(self, config: pytest.Config, there: set[str]) -> None:
         if config.option.collectonly or config.args_source is not config.ArgsSource.TESTPATHS:
             return  # others were not collected
-        there, results = {item.nodeid for item in items}, self._read()
+        results = self._read()
         if not results.keys() <= there:
             self._write({nodeid: results[nodeid] for nodeid in results.keys() & there})
 
