@@ -12,10 +12,11 @@ tokens. A backup exchanges two table entries and copies no hidden states.
   exchanged back, and the page can be backed up again.
 - A page that was loaded cannot be backed up again.
 - Recomputed rows come to a host page without a shadow, which counts once they are there.
-- A page with rows that the codec cannot hold lacks all layers (``keeps_unfit``) or counts as lost.
+- A page that the codec cannot hold is not a page. Its rows are not backed up. If that is known
+  only after the copy, the host page is unfit: no load takes it, and it does not go to L3.
 
-Only :meth:`Arena.depth` says whether a page can be used. Scheduler thread, but any thread may use
-``physical``, ``pages``, ``depth`` and ``expect`` for pages that it owns.
+Scheduler thread, but any thread may use ``physical``, ``pages``, ``unfit`` and ``expect`` for pages
+that it owns.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hcache_backend.format.page import NO_NAMESPACE, PageLayout
 
 Ids = npt.NDArray[np.int64]  # numbers of pages or slots, [n]
 
-NOT_SETTLED = -1  # depth of a page if it is not known yet whether its layers are there
+NOT_ENCODABLE = "rows not encodable"  # the problem of a page that the codec cannot hold
 
 
 class _RowState:
@@ -63,7 +64,7 @@ class Arena:
     + device_pages, page_bytes]``, of which only headers are written here. ``device_pages``: of the
     device's KV pool, with the padding page; 0: no layer is captured, and pages get their headers on
     the way to L3. ``stamp`` writes the header of a complete page (uint8 ``[page_bytes]``) that has
-    its tokens. ``keeps_unfit``: back up pages that the codec cannot hold; they keep their tokens.
+    its tokens.
     """
 
     def __init__(
@@ -73,8 +74,6 @@ class Arena:
         host_pages: int,
         device_pages: int = 0,
         stamp: Callable[[npt.NDArray[np.uint8]], None] = lambda page: None,
-        *,
-        keeps_unfit: bool = False,
     ) -> None:
         wanted = (host_pages + device_pages, layout.page_bytes)
         if host_pages < 1:
@@ -83,10 +82,9 @@ class Arena:
             raise ValueError(f"memory is {memory.shape}, the arena needs {wanted}")
         self.memory = memory
         self.layout = layout
-        self._lost_pages = np.zeros(len(memory), np.bool_)  # by physical page
+        self._unfit = np.zeros(len(memory), np.bool_)  # by physical page
         self._pending: dict[int, Ids] = {}  # by host page: the array of its wait_for
         self._stamp = stamp
-        self.keeps_unfit = keeps_unfit
         slots = device_pages * layout.page_size
         self._host = np.arange(host_pages, dtype=np.int64)
         self._shadow = np.arange(host_pages, host_pages + device_pages, dtype=np.int64)
@@ -115,23 +113,24 @@ class Arena:
     def host_access(self, pages: Ids, *, write: bool, header: bool = False) -> None:
         """Does nothing. Shows tests/order what the CPU accesses: no stream shows it."""
 
-    def depth(self, host_pages: Ids) -> Ids:
-        """Layers that each page lacks: 0, all of them, or :data:`NOT_SETTLED`."""
-        layers = np.int64(len(self.layout.layers))
-        depths = self._lost_pages[self.physical(host_pages)] * layers
-        if self._pending or self._unproven:
-            waits = [p in self._pending or p in self._unproven for p in host_pages.tolist()]
-            depths[np.array(waits, np.bool_)] = NOT_SETTLED
-        return depths
+    def settled(self, host_pages: Ids) -> bool:
+        """True if it is known of all pages whether their layers are there."""
+        if not self._pending and not self._unproven:
+            return True
+        return not any(p in self._pending or p in self._unproven for p in host_pages.tolist())
+
+    def unfit(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
+        """Mask of pages that the codec cannot hold, or that could not be copied."""
+        return self._unfit[self.physical(host_pages)]
 
     def complete(self, host_pages: Ids) -> None:
         """All layers of the pages are there, or on their way."""
         self.stop_waiting(host_pages)
-        self._lost_pages[self.physical(host_pages)] = False
+        self._unfit[self.physical(host_pages)] = False
 
-    def mark_lost(self, host_pages: Ids) -> None:
-        """No layer of the pages is there or on its way."""
-        self._lost_pages[self.physical(host_pages)] = True
+    def mark_unfit(self, host_pages: Ids) -> None:
+        """No load may take the pages until they get other content."""
+        self._unfit[self.physical(host_pages)] = True
 
     def expect(self, host_pages: Ids) -> None:
         """The pages are about to be read from L3."""
@@ -149,16 +148,17 @@ class Arena:
             self._recomputed.discard(page)
 
     def mark_saved(self, host_pages: Ids, fits: npt.NDArray[np.bool_]) -> Ids:
-        """Settle pages of a :meth:`wait_for`, without those that wait anew. Returns the lost ones:
-        pages that do not fit the codec (``fits`` is False). Recomputed pages are stamped."""
-        own = np.array([self._pending.get(p) is host_pages for p in host_pages.tolist()], np.bool_)
-        recomputed = np.array([p in self._recomputed for p in host_pages.tolist()], np.bool_) & own
-        self.stop_waiting(host_pages[own])
-        lost = host_pages[own & ~fits]
-        self.mark_lost(lost)
+        """Settle pages of a :meth:`wait_for`, without those that wait anew. Returns those that do
+        not fit the codec (``fits`` is False). Recomputed pages are stamped."""
+        still = [self._pending.get(p) is host_pages for p in host_pages.tolist()]
+        waited = np.array(still, np.bool_)
+        recomputed = waited & [p in self._recomputed for p in host_pages.tolist()]
+        self.stop_waiting(host_pages[waited])
+        unfit = host_pages[waited & ~fits]
+        self.mark_unfit(unfit)
         self._unlink_host(host_pages[recomputed & ~fits])
         self._stamp_all(host_pages[recomputed])
-        return lost
+        return unfit
 
     def _stamp_all(self, host_pages: Ids) -> None:
         physical = self._host[host_pages]
@@ -209,7 +209,7 @@ class Arena:
         self._rows[slots[due & written]] = _RowState.PROVEN
         missing = slots[due & (verdicts == Verdict.MISSING)]
         unfit = slots[due & (verdicts == Verdict.UNFIT)]
-        lost = missing if self.keeps_unfit else np.concatenate((missing, unfit))
+        lost = np.concatenate((missing, unfit))
         self._refill(lost)
         self._lost[lost] = True
         self._rows[unfit] = _RowState.UNFIT
@@ -224,8 +224,6 @@ class Arena:
         if not np.array_equal(slots, (pages[:, None] * size + np.arange(size)).ravel()):
             return "slots are not whole pages"
         rows = self._rows[slots]
-        if not self.keeps_unfit and (rows == _RowState.UNFIT).any():
-            return "rows not encodable"
         if (rows == _RowState.VOID).any():
             return "rows not valid"
         if (self._host_page[pages] >= 0).any():
@@ -234,7 +232,7 @@ class Arena:
         wanted = np.arange(first, first + len(positions), dtype=np.int32)
         if first % size or not np.array_equal(positions, wanted):
             return "positions not consecutive"
-        return None
+        return NOT_ENCODABLE if (rows == _RowState.UNFIT).any() else None
 
     def swap(self, slots: Ids, host_pages: Ids) -> ShadowChanges:
         """Back up the pages of ``slots``: their shadows become ``host_pages``. :meth:`problem` must
@@ -265,11 +263,10 @@ class Arena:
 
     def whole(self, host_pages: Ids) -> bool | None:
         """True if all rows of ``host_pages`` are there; None if that is not known yet."""
-        depths = self.depth(host_pages)
-        if (depths == NOT_SETTLED).any():
+        if not self.settled(host_pages):
             return None
         stamped = map(self.layout.is_stamped, self.memory[self._host[host_pages]])
-        return not depths.any() and (not len(self._shadow) or all(stamped))
+        return not self.unfit(host_pages).any() and (not len(self._shadow) or all(stamped))
 
     def unfit_rows(self, slots: Ids) -> npt.NDArray[np.bool_]:
         """Mask of ``slots`` whose rows are known not to fit the codec."""
@@ -284,7 +281,8 @@ class Arena:
             self._recomputed.update(host_pages.tolist())
 
     def loaded(self, slots: Ids, host_pages: Ids) -> None:
-        """``slots`` were allocated for the tokens of ``host_pages``; a lost page has none."""
+        """``slots`` were allocated for the tokens of ``host_pages``. An unfit one has no rows:
+        its tokens were recomputed to the slots."""
         size = self.layout.page_size
         pages = slots[::size] // size
         physical = self._host[host_pages]
@@ -293,8 +291,8 @@ class Arena:
         self._positions[slots] = self.layout.positions(self.memory)[physical].ravel()
         self._token_ids[slots] = self.layout.token_ids(self.memory)[physical].ravel()
         self._link(host_pages, pages)
-        lost = np.repeat(self._lost_pages[physical], size)
-        self._rows[slots] = np.where(lost, _RowState.UNFIT, _RowState.PROVEN)
+        unfit = np.repeat(self._unfit[physical], size)
+        self._rows[slots] = np.where(unfit, _RowState.UNFIT, _RowState.PROVEN)
 
     def _finish_unproven(self) -> None:
         """Stamp the pages whose rows are all there; a page that lost one is never stamped."""
@@ -302,19 +300,12 @@ class Arena:
             return
         host_pages = np.fromiter(self._unproven, np.int64)
         rows = self._rows.reshape(-1, self.layout.page_size)[self._device_page[host_pages]]
-        proven = self._kept(rows)
+        proven = (rows == _RowState.PROVEN).all(1)
         unfit = (rows == _RowState.UNFIT).any(1)
-        lost = (rows == _RowState.VOID).any(1) | (unfit & ~np.bool_(self.keeps_unfit))
-        self.mark_lost(host_pages[unfit])
+        self.mark_unfit(host_pages[unfit])
         self._stamp_all(host_pages[proven])
-        self._unproven.difference_update(host_pages[proven | lost].tolist())
-
-    def _kept(self, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-        """Mask of pages that can be restored; ``rows`` are states, ``[pages, page_size]``."""
-        kept = rows == _RowState.PROVEN
-        if self.keeps_unfit:
-            kept |= rows == _RowState.UNFIT
-        return np.asarray(kept.all(1))
+        settled = proven | unfit | (rows == _RowState.VOID).any(1)
+        self._unproven.difference_update(host_pages[settled].tolist())
 
     def host_freed(self, host_pages: Ids) -> ShadowChanges:
         """HiCache freed ``host_pages``: tokens still on the device take their rows back. All that
@@ -322,7 +313,7 @@ class Arena:
         self.stop_waiting(host_pages)
         linked = host_pages[self._device_page[host_pages] >= 0]
         rows = self._rows.reshape(-1, self.layout.page_size)[self._device_page[linked]]
-        back = linked[self._kept(rows)]
+        back = linked[(rows == _RowState.PROVEN).all(1)]
         pages = self._device_page[back]
         self._host[back], self._shadow[pages] = self._shadow[pages], self._host[back]
         self._host_page[pages] = self._device_page[back] = -1

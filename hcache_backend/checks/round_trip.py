@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hcache_backend.arena import Arena, Ids
+from hcache_backend.arena import NOT_ENCODABLE, Arena, Ids
 from hcache_backend.checks.comparison import difference, equal, of_kv, projected_difference
 from hcache_backend.checks.probe import PROBE_TOKENS, given
 from hcache_backend.format.envelope import NAMESPACE_BYTES, WRITER_BYTES
@@ -153,7 +153,6 @@ class CaptureCheck:
             len(self._pages),
             shadows,
             lambda page: layout.stamp(page, b"\1" * NAMESPACE_BYTES, bytes(WRITER_BYTES)),
-            keeps_unfit=True,  # whether the codec holds enough was decided before
         )
         self._capture = plan.capture(self._arena, self._memory)
         # Made before the restores, which have collectives: one rank may lack memory for it.
@@ -219,7 +218,7 @@ class CaptureCheck:
 
     def _back_up(self, slots: Ids) -> str | None:
         plan, problem = self._plan, self._capture.ledger.broken or self._arena.problem(slots)
-        if problem is not None:
+        if problem not in (None, NOT_ENCODABLE):  # that it holds enough was decided before
             return problem
         self._capture.back_up(slots, self._pages)
         if plan.kv.layers:
@@ -231,7 +230,8 @@ class CaptureCheck:
         self._fits = torch.from_numpy(~self._arena.unfit_rows(slots))
         if not self._fits.any():
             return "no row is encodable"
-        proven = map(plan.layout.is_stamped, self._arena.pages(self._pages))
+        whole = self._pages[self._fits.view(len(self._pages), -1).all(1).numpy()]
+        proven = map(plan.layout.is_stamped, self._arena.pages(whole))
         return None if all(proven) else "rows are not proven"
 
     def _difference(self, received: dict[int, torch.Tensor]) -> str | None:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from hcache_backend import metrics, streams
-from hcache_backend.arena import NOT_SETTLED, Ids
+from hcache_backend.arena import Ids
 from hcache_backend.checks.comparison import first_problem, projected, projected_difference
 from hcache_backend.format.page import PageLayout
 from hcache_backend.host.ports import HostPool, Server
@@ -212,8 +212,7 @@ class KVChecks(_Checks[int, _Part]):
             self._compared(self._waiting.popleft())
 
     def _arrived(self, check: _Check[_Part]) -> bool:
-        depth = self._pool.depth(np.array([check.host_page]))
-        return check.event.query() and bool(depth[0] != NOT_SETTLED)
+        return check.event.query() and self._pool.settled(np.array([check.host_page]))
 
     def _problem(self, check: _Check[_Part]) -> str | None:
         try:
@@ -221,10 +220,11 @@ class KVChecks(_Checks[int, _Part]):
         except StreamFailed as failed:
             return str(failed)
         layers, held, part = check.left.popleft()
-        if check.buffer is None or self._pool.arena.depth(np.array([check.host_page])).any():
-            return None  # it was not copied, or it is lost
+        arena, host_page = self._pool.arena, np.array([check.host_page])
+        if check.buffer is None or not arena.settled(host_page) or arena.unfit(host_page).any():
+            return None  # it was not copied, or is not encodable
         layout = self._layout_of(check.host_page)
-        [page] = self._pool.arena.pages(np.array([check.host_page]))
+        [page] = arena.pages(host_page)
         segments = torch.from_numpy(page[layout.segment(layers[0])])
         if self._kv.holds(segments, check.buffer.values[held], part, layout, layers[0]):
             return None
@@ -338,8 +338,8 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
         check.problem = problem
 
     def _positions(self, host_page: Ids) -> Ids:
-        """Positions of a page's tokens, int64 ``[page_size]``. A lost page has none, but other
-        ranks, whose pages may be whole, wait for this one's rows."""
+        """Positions of a page's tokens, int64 ``[page_size]``. A page whose rows are missing has
+        none, but other ranks, whose pages may be whole, wait for this one's rows."""
         layout, arena = self._pool.page_layout, self._pool.arena
         if arena.whole(host_page) is False:
             return np.arange(layout.page_size)

@@ -1,6 +1,6 @@
 """Loads from host memory, from SGLang's request for one to the launch of all queued loads as one
 restore: missing layers are transferred together, and the same number of first layers is recomputed
-in all of them. Lost pages are recomputed behind that.
+in all of them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ from hcache_backend.streams import Stream, current_stream, to_device
 
 # gives the slots of all tokens before some others; None: not all are on the device
 Prefix = Callable[[], torch.Tensor | None]
-# gives the ids of all tokens up to the end of a load; None: they are not all of its input
-TokenIds = Callable[[], Sequence[int] | None]
-UNKNOWN: tuple[Prefix, TokenIds] = (lambda: None, lambda: None)
 
 
 class Prepared(NamedTuple):
@@ -47,8 +44,6 @@ class QueuedLoad:
 
     host_pages: Ids  # int64 [pages]
     spans: Sequence[TokenSpan | None] = ()  # of layers not launched; None: not recomputable
-    lost: npt.NDArray[np.bool_] | None = None  # pages that lack all layers, bool [pages]
-    lost_spans: Sequence[TokenSpan] = ()  # their tokens
     prepared: Prepared | None = None  # prepared by eager restores; None without these
 
     @property
@@ -58,11 +53,6 @@ class QueuedLoad:
     @property
     def whole(self) -> npt.NDArray[np.bool_]:
         return self.prepared.whole if self.prepared else np.zeros(len(self.host_pages), np.bool_)
-
-    @property
-    def nowhere(self) -> npt.NDArray[np.bool_]:
-        """Lost pages of which nothing was launched, bool ``[pages]``."""
-        return ~self.whole & (self.lost if self.lost is not None else False)
 
 
 @dataclass(eq=False)
@@ -85,21 +75,12 @@ class LoadQueue:
         self._queued: list[QueuedLoad] = []
         self._forwards: Stream | None = None  # of forward passes, when the last load was planned
 
-    def plan(
-        self, host_pages: Ids, depths: Ids, prefix: Prefix, token_ids: TokenIds | None = None
-    ) -> QueuedLoad | None:
+    def plan(self, host_pages: Ids, prefix: Prefix) -> QueuedLoad | None:
         """A load of ``host_pages`` (int64 ``[p]``, at least one) behind the tokens of ``prefix``.
-        None: they lack layers that cannot be recomputed. ``depths`` (int64 ``[p]``): layers that
-        pages lack, none or all. ``token_ids`` are for pages without headers."""
-        lost, layers = depths > 0, self._recomputable
-        if self.stored_from > layers or (lost.any() and layers < len(self.methods.methods)):
+        None: layers that are not stored cannot be recomputed."""
+        if self.stored_from > self._recomputable:
             return None
         load = QueuedLoad(host_pages, [self._span(host_pages, prefix)])
-        if lost.any():
-            span = load.spans[0] or self._asked_span(len(host_pages), prefix, token_ids)
-            if span is None:
-                return None
-            load.lost, load.lost_spans = lost, [span]
         if self._recomputer is not None:
             # Here and not in launch: then SGLang's stream of loads is the current one.
             self._forwards = self._recomputer.stream()
@@ -113,10 +94,6 @@ class LoadQueue:
             [span] = load.spans
             lacking = runs(np.flatnonzero(~load.whole).tolist())
             load.spans = [span and self._part(span, slots, pages) for pages in lacking]
-        if load.lost is not None:
-            [whole] = load.lost_spans
-            pages = runs(np.flatnonzero(load.nowhere).tolist())
-            load.lost_spans = [self._part(whole, slots, some) for some in pages]
         self._queued.append(load)
 
     def drop_queued(self) -> None:
@@ -130,8 +107,7 @@ class LoadQueue:
         loads, self._queued = self._queued, []
         pages = self._arena.physical(np.concatenate([load.host_pages for load in loads]))
         ready = np.concatenate([load.ready for load in loads])
-        lost = np.concatenate([load.nowhere for load in loads])
-        missing = ~ready & ~lost
+        missing = ~ready
         all_missing = bool(missing.all())
         recompute = self._recompute_queued(loads, only_missing=not all_missing)
         prepared = [load.prepared for load in loads if load.prepared is not None]
@@ -150,21 +126,7 @@ class LoadQueue:
                 # It may have written some layers.
                 current_stream(self._device).wait(restore.layers[0])
                 restores = (*restores, self._pipeline.start(some, there))
-        if lost.any():
-            restores = (*restores, self._start_lost(loads, self._slots(slots, lost)))
         return restores
-
-    def _start_lost(self, loads: Sequence[QueuedLoad], slots: torch.Tensor) -> RunningRestore:
-        """Recompute lost pages whole, to their ``slots``, behind all other launched work."""
-        spans = [span for load in loads for span in load.lost_spans]
-        recompute = self._recompute(len(self.methods.methods), spans, self._forwards)
-        positions = [len(span.prefix) + np.arange(len(span.token_ids)) for span in spans]
-        restore = self._pipeline.start_recomputation(recompute, np.concatenate(positions), slots)
-        if restore.failed is not None:
-            self.recomputation_failed(restore.failed)
-            raise restore.failed
-        metrics.TOKENS.count("recomputed_at_load", len(slots))
-        return restore
 
     def recomputation_failed(self, problem: Exception) -> None:
         """From now on nothing is recomputed, and if layers are not stored nothing is restored.
@@ -272,16 +234,6 @@ class LoadQueue:
             slots = prefix() if first else torch.empty(0, dtype=torch.int64, device=self._device)
         known = slots is not None and len(slots) == first
         return TokenSpan(token_ids.astype(np.int64), slots) if known else None
-
-    def _asked_span(
-        self, pages: int, prefix: Prefix, token_ids: TokenIds | None
-    ) -> TokenSpan | None:
-        """The tokens of ``pages`` pages without headers; None if unknown."""
-        slots, ids = prefix(), token_ids() if token_ids is not None else None
-        if self._recomputer is None or slots is None or ids is None:
-            return None
-        own = np.asarray(ids[len(slots) :], dtype=np.int64)
-        return TokenSpan(own, slots) if len(own) == pages * self._layout.page_size else None
 
     def _part(self, span: TokenSpan, slots: torch.Tensor, pages: range) -> TokenSpan:
         size = self._layout.page_size

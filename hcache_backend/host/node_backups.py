@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from hcache_backend import metrics
-from hcache_backend.arena import Ids
+from hcache_backend.arena import NOT_ENCODABLE, Ids
 from hcache_backend.capture.ledger import Read
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.format.page import PageLayout
@@ -178,6 +178,8 @@ class NodeBackups:
             _not_backed_up(problem, tokens)
         if not backup.valid or problem is not None or slots.values is None:
             self._pool.arena.mark_rows_missing(backup.host_pages)
+            if problem == NOT_ENCODABLE:
+                self._pool.arena.mark_unfit(backup.host_pages)
             return
         metrics.TOKENS.count("backed_up", tokens)
         self._capture.back_up(slots.values, backup.host_pages)

@@ -32,11 +32,12 @@ class PageProofs:
         HiCache's backup thread."""
         arena, size = self._arena, self._layout.page_size
         arena.host_access(arena.physical(host_pages), write=True, header=True)
+        unfit = arena.unfit(host_pages)
         for i, (key, page) in enumerate(zip(keys, arena.pages(host_pages), strict=False)):
             own = token_ids[i * size : (i + 1) * size]
             at = None if first is None else first + i * size
-            problem: str | None = "page_with_lost_layers"
-            if arena.depth(host_pages[i : i + 1])[0] <= 0:
+            problem: str | None = "page_not_encodable"
+            if not unfit[i]:
                 problem = self._header_problem(page, key_bytes(key), own, at)
             if problem is not None:
                 metrics.PROBLEMS.count(problem)

@@ -274,7 +274,7 @@ class EagerLoads:
         return device_indices
 
     def until_saved(self, host_pages: Ids) -> None:
-        """Block until recomputed host pages are there, encoded or lost: the CPU wants them."""
+        """Block until recomputed host pages are there, encoded or unfit: the CPU wants them."""
         self.restores.until_saved(host_pages)
         self._pool.mark_arrived()
 

@@ -23,11 +23,11 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolNa
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
 from hcache_backend import metrics, streams
-from hcache_backend.arena import NOT_SETTLED, Ids
+from hcache_backend.arena import Ids
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.checks.service import KVChecks, ServiceChecks
 from hcache_backend.config import ConfigError
-from hcache_backend.host.loads import UNKNOWN, LoadQueue, Prefix, QueuedLoad, TokenIds
+from hcache_backend.host.loads import LoadQueue, Prefix, QueuedLoad
 from hcache_backend.host.node_backups import NodeBackups, NodeLayouts
 from hcache_backend.host.page_proofs import PageProofs
 from hcache_backend.host.ports import Controller
@@ -82,8 +82,7 @@ class OwnPagesController(HybridCacheController, Controller):
         self._batches: BatchedReads | None = None
         if eager is not None:
             self._batches = BatchedReads(pool.page_size, self._report, runtime.l3)
-        # Of the present load: slots of the tokens before it, and ids of these and of its own.
-        self.loading: tuple[Prefix, TokenIds] = UNKNOWN
+        self.prefix: Prefix = lambda: None  # slots of the tokens before the present load
         self._never_loaded = False  # True: host pages that no load can use are to be evicted
         super().__init__(*hicache, **arguments)
 
@@ -223,30 +222,27 @@ class OwnPagesController(HybridCacheController, Controller):
 
     def _planned(self, host_pages: Ids) -> QueuedLoad | None:
         """A load of ``host_pages`` (int64 ``[pages]``), or None: a miss on every rank."""
-        layers, problem, load = self._pool.layer_num, None, None
+        problem, load, needed = None, None, host_pages
         if self._capture is not None:
             self._capture.ledger.settle(wait=False)
-        own, needed = self._pool.depth(host_pages), host_pages
         if self.eager is not None:
-            prepared = self.eager.restores.whole_pages(host_pages)
-            own[prepared], needed = 0, host_pages[~prepared]
+            needed = host_pages[~self.eager.restores.whole_pages(host_pages)]
         self._stages.exchange_messages()
-        unsettled = own == NOT_SETTLED
         if self.eager is not None and self.eager.restores.failed(host_pages):
             problem = "restore_failed"
-        elif unsettled.any():
+        elif not self._pool.settled(needed):
             problem = "unsettled"
+        elif self._pool.arena.unfit(needed).any():
+            problem = "not_encodable"
         elif not self._proofs.may_project(needed):
             problem = "stale_host_page"
         elif not self._stages.have(host_pages):
             problem = "another_stage"
-        depths = np.where(unsettled, layers + 1, own)
-        lacking, never = (-depths).tolist(), problem in ("restore_failed", "stale_host_page")
-        *lacking, fine, may_come = self.agreed(*lacking, problem is None, not never)
+        never = problem in ("restore_failed", "stale_host_page")
+        fine, may_come = self.agreed(problem is None, not never)
         if fine:
-            depths = -np.array(lacking, np.int64)
-            load = self._loads.plan(host_pages, depths, *self.loading)
-            if depths.any() or self._loads.stored_from:
+            load = self._loads.plan(host_pages, self.prefix)
+            if self._loads.stored_from:
                 # Which tokens are recomputed stands in the headers of each rank.
                 [fine] = smallest(self.tp_group, load is not None)
                 may_come = fine

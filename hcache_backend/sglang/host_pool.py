@@ -12,7 +12,7 @@ import torch
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
 from hcache_backend import metrics
-from hcache_backend.arena import NOT_SETTLED, Arena, Ids
+from hcache_backend.arena import Arena, Ids
 from hcache_backend.capture.hooks import RecomputedRows
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.format.page import PageLayout
@@ -43,7 +43,7 @@ class OwnPagesPool(HostKVCache, HostPool):
     """Our pages in host memory; opaque bytes to everything else in HiCache. Raises ValueError if
     the machine has not enough memory. HiCache's host indices are logical: the arena maps them to
     memory, which also holds the shadows of the device's pages. HiCache moves indices by ``layout``,
-    SGLang's. ``stamp``, ``keeps_unfit``: see :class:`.Arena`."""
+    SGLang's. ``stamp``: see :class:`.Arena`."""
 
     def __init__(
         self,
@@ -57,10 +57,9 @@ class OwnPagesPool(HostKVCache, HostPool):
         pin_memory: bool,
         allocator_type: str,
         stamp: Callable[[np.ndarray], None] = lambda page: None,
-        keeps_unfit: bool = False,
     ) -> None:
         self.page_layout, self._pages, self._kv = page_layout, pages, kv
-        self._stamp, self._keeps_unfit = stamp, keeps_unfit
+        self._stamp = stamp
         self._capture: StagedCapture | None = None
         self._frees_duplicates = True
         self.layer_num = len(page_layout.segment_bytes)
@@ -131,8 +130,8 @@ class OwnPagesPool(HostKVCache, HostPool):
                 # No page lies in two registrations: one copy may not span them.
                 registration_granularity_bytes=size,
             )
-        of_arena = (self.page_layout, *self._pages, self._stamp)
-        self.arena = Arena(buffer.numpy(), *of_arena, keeps_unfit=self._keeps_unfit)
+        host_pages, shadows = self._pages
+        self.arena = Arena(buffer.numpy(), self.page_layout, host_pages, shadows, self._stamp)
         return buffer
 
     def page_ids(self, host_indices: torch.Tensor) -> Ids:
@@ -204,18 +203,17 @@ class OwnPagesPool(HostKVCache, HostPool):
         else:
             self.arena.stop_waiting(host_pages)
 
-    def depth(self, host_pages: Ids) -> Ids:
-        """:meth:`.Arena.depth` of pages (int64 ``[p]``), with all that has arrived."""
+    def settled(self, host_pages: Ids) -> bool:
+        """:meth:`.Arena.settled` of pages (int64 ``[p]``), with all that has arrived."""
         self.mark_arrived()
-        depths = self.arena.depth(host_pages)
-        if self._kv.by_header:
-            for at, page in enumerate(self.arena.pages(host_pages, header=True)):
-                if self.page_layout.of_page(page) is None:
-                    depths[at] = NOT_SETTLED
-        return depths
+        settled = self.arena.settled(host_pages)
+        if settled and self._kv.by_header:
+            pages = self.arena.pages(host_pages, header=True)
+            return all(self.page_layout.of_page(page) is not None for page in pages)
+        return settled
 
     def mark_arrived(self) -> None:
-        """Mark as lost the arrived pages that the codec does not hold."""
+        """Mark the arrived pages that the codec cannot hold."""
         saved, self._saved = self._saved, []
         for event, host_pages, fits in saved:
             if event.query():
@@ -224,19 +222,18 @@ class OwnPagesPool(HostKVCache, HostPool):
                 self._saved.append((event, host_pages, fits))
 
     def _arrived(self, host_pages: Ids, fits: npt.NDArray[np.bool_]) -> None:
-        lost = self.arena.mark_saved(host_pages, fits)
-        metrics.TOKENS.count("not_encodable", len(lost) * self.page_size)
-        if len(lost) and not self._warned:
+        tokens = len(self.arena.mark_saved(host_pages, fits)) * self.page_size
+        metrics.TOKENS.count("not_encodable", tokens)
+        if tokens and not self._warned:
             self._warned = True
             logger.warning(
-                f"hcache: pages of {len(lost) * self.page_size} tokens cannot be encoded: loads "
-                "compute them again, and they do not go to L3 (logged once, counted always; codec "
-                "'none' encodes all)"
+                f"hcache: pages of {tokens} tokens cannot be encoded: they are misses, and do not "
+                "go to L3 (logged once, counted always; codec 'none' encodes all)"
             )
 
     def divide(self, host_pages: Ids, layout: PageLayout) -> None:
         """Write ``layout`` to the headers of pages (int64 ``[n]``) that are about to be written."""
-        self.arena.complete(host_pages)  # they may have been lost with other tokens
+        self.arena.complete(host_pages)  # their last content may have been unfit
         if self._kv.by_header:
             pages = self.arena.physical(host_pages)
             self.arena.host_access(pages, write=True, header=True)

@@ -11,7 +11,6 @@ from hcache_backend import metrics
 from hcache_backend.prefetch.gate import catching
 from hcache_backend.ranks import Turn
 from hcache_backend.sglang import waiting
-from hcache_backend.sglang.arguments import is_plain
 from hcache_backend.sglang.hook_registry import Hook, OnError, Original
 from hcache_backend.sglang.runtime import current
 from hcache_backend.sglang.storage_threads import gate_of, keys_to, our_l3, pages_per_report
@@ -130,23 +129,14 @@ def _has_front(cache: Any, asked: Mapping[str, Any]) -> bool:
 
 def around_load_back(original: Original, cache: Any, params: Any, *a: Any) -> Any:
     controller: Any = getattr(cache, "cache_controller", None)
-    if not hasattr(controller, "loading"):
+    if not hasattr(controller, "prefix"):
         return original(cache, params, *a)
-
-    def prefix() -> Any:
-        return slots_to(cache.tree_core, params.req.last_node)
-
-    def token_ids() -> Any:
-        ids = getattr(params.req, "full_untruncated_fill_ids", None)
-        if ids is None or not is_plain(params.req):
-            return None
-        return ids[: len(prefix()) + params.host_hit_length]
-
-    unknown, controller.loading = controller.loading, (prefix, token_ids)
+    unknown = controller.prefix
+    controller.prefix = lambda: slots_to(cache.tree_core, params.req.last_node)
     try:
         return original(cache, params, *a)
     finally:
-        controller.loading = unknown
+        controller.prefix = unknown
 
 
 def after_written(original: Original, cache: Any, node_id: int, *a: Any, **kw: Any) -> Any:

@@ -403,7 +403,6 @@ def build_stack(
         pin_memory=device != "cpu",
         allocator_type=get_allocator_type(),
         stamp=lambda page: layout.stamp(page, runtime.page_namespace(), runtime.writer),
-        keeps_unfit=plan.recomputer is not None,
     )
     hidden, order = plan.codec is not None, None
     if ranks.world_size > 1 and (hidden or plan.exchange is not None):
@@ -464,8 +463,6 @@ def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | 
         codec, dtype = plan.codec.name, plan.codec.dtype
         if plan.kv.layers and plan.kv.codec != codec:
             codec += f", {plan.kv.codec} of K and V"
-        if not plan.codec.is_view and plan.recomputer is None:
-            runtime.unused["pages that the codec cannot encode"] = "they cannot be recomputed"
     room = ring_bytes(plan.layout, plan.methods.chunk_tokens, plan.arriving) * bool(plan.arriving)
     runtime.codec = codec
     metrics.CODEC.set(page_plan.asked_codec(runtime, dtype), codec)

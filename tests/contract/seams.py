@@ -93,7 +93,7 @@ OURS = {
     ("forward_batch", "asked"),
     ("controller", "eager"),
     ("controller", "begin_turn"),
-    ("controller", "loading"),
+    ("controller", "prefix"),
     ("backend", "backups"),
     ("memory", "finish"),
     ("memory", "numpy"),

@@ -300,8 +300,8 @@ BEFORE: dict[str, dict[str, Any]] = {
         ),
     },
     "hcache_backend.arena:Arena": {
-        "mark_lost": lambda arena, host_pages: (
-            f"lose {pages(len(host_pages))} of the host" if len(host_pages) else ""
+        "mark_unfit": lambda arena, host_pages: (
+            f"{pages(len(host_pages))} of the host cannot be encoded" if len(host_pages) else ""
         ),
     },
     "hcache_backend.capture.staging:StagedCapture": {

@@ -130,9 +130,9 @@ def fronts(script: Script, folder: Path) -> list[Conversation]:
     return [found]
 
 
-def lost(script: Script, folder: Path) -> list[Conversation]:
-    """Pages that cannot be encoded: loads from host memory compute them again."""
-    script.settle("lost pages")
+def unfit(script: Script, folder: Path) -> list[Conversation]:
+    """Pages that cannot be encoded: they are misses in host memory and in L3."""
+    script.settle("unfit pages")
     prompts = first_time(script, 180, range(3))
     script.ask(("from the host", [*prompts[0], 5]))
     script.flush()
@@ -214,7 +214,7 @@ def with_shared_tier(model: Path, folder: Path) -> ServerOptions:
 
 
 SMALL = {"max_total_tokens": 512, "hicache_ratio": 2.0}
-LOSES_PAGES = {
+SOME_DO_NOT_FIT = {
     "max_total_tokens": 512,
     "hicache_ratio": 4.0,
     "dtype": "bfloat16",
@@ -227,7 +227,7 @@ SCENARIOS = {
     "pressure": Scenario(pressure, KV, {**SMALL, "extra_env": OVERCOMMIT}),
     "attach and detach": Scenario(attached, {}, options_of=without_l3),
     "fronts": Scenario(fronts, {"recompute_ms": 1e4, **KV}, trace={"read_seconds": 3e-3}),
-    "lost pages": Scenario(lost, {"codec": "exp4", **KV}, LOSES_PAGES),
+    "unfit pages": Scenario(unfit, {"codec": "exp4", **KV}, SOME_DO_NOT_FIT),
     "prefill server": Scenario(prefill_server, MIXED, server=PrefillServer),
     "shared tier": Scenario(shared_tier, {}, options_of=with_shared_tier),
     "two ranks": Scenario(ranks, MIXED, {"tp": 2}, ranks=2),

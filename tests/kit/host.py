@@ -123,14 +123,13 @@ class Host:
             self.pool.load_to_device_per_layer(self.device, host, slots_of(*pages), layer, "kernel")
         return bits(self.device, *pages)
 
-    def lost(self, host: torch.Tensor) -> list[bool]:
-        pages = self.pool.page_ids(host)
-        depths = self.pool.arena.depth(pages)
-        assert (depths >= 0).all()
-        return [depth > 0 for depth in depths.tolist()]
+    def unfit(self, host: torch.Tensor) -> list[bool]:
+        assert self.settled(host)
+        unfit: list[bool] = self.pool.arena.unfit(self.pool.page_ids(host)).tolist()
+        return unfit
 
     def settled(self, host: torch.Tensor) -> bool:
-        return bool((self.pool.arena.depth(self.pool.page_ids(host)) >= 0).all())
+        return self.pool.arena.settled(self.pool.page_ids(host))
 
 
 def bare_controller(
@@ -182,7 +181,7 @@ def bare_controller(
             layouts=layouts,
         )
     usual = {
-        "loading": (lambda: torch.empty(0, dtype=torch.int64), lambda: None),
+        "prefix": lambda: torch.empty(0, dtype=torch.int64),
         "write_queue": [],
         "write_policy": "write_through",
         "page_size": PAGE,

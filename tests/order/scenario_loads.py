@@ -122,9 +122,7 @@ class Loading:
 
     def plan(self, pages: range, prefix: torch.Tensor) -> QueuedLoad:
         """A load of these pages, behind tokens in the slots ``prefix``."""
-        ids = np.array(pages)
-        depths = (self.arena.depth(ids) > 0).astype(np.int64)
-        load = self.queue.plan(ids, depths, prefix.clone)  # SGLang makes it of a node's path
+        load = self.queue.plan(np.array(pages), prefix.clone)  # SGLang makes it of a node's path
         assert load is not None
         return load
 

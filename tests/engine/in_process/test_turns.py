@@ -88,7 +88,13 @@ class Rank:
         self.eager = self.scene.loads(
             SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, known=True),
             {"start": self._start, "abandoned": self._abandoned},
-            pool={"layer_num": 3, "size": 8 * SIZE, "depth": np.zeros_like},
+            pool={
+                "size": 8 * SIZE,
+                "settled": lambda pages: True,
+                "arena": SimpleNamespace(
+                    physical=lambda pages: pages, unfit=lambda pages: pages < 0
+                ),
+            },
         )
         self.controller = bare_controller(
             self.eager._pool,

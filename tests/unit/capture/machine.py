@@ -27,9 +27,7 @@ class PickyCodec(ExactCodec):
 
 
 class Machine:
-    def __init__(
-        self, *, is_view: bool = True, capacity: int = CAPACITY, keeps_unfit: bool = False
-    ) -> None:
+    def __init__(self, *, is_view: bool = True, capacity: int = CAPACITY) -> None:
         memory = torch.zeros((HOST_PAGES + DEVICE_PAGES, LAYOUT.page_bytes), dtype=torch.uint8)
         self.arena = Arena(
             memory.numpy(),
@@ -37,7 +35,6 @@ class Machine:
             HOST_PAGES,
             DEVICE_PAGES,
             lambda page: LAYOUT.stamp(page, NAMESPACE, WRITER),
-            keeps_unfit=keeps_unfit,
         )
         codec = (ExactCodec if is_view else PickyCodec).of_rows(WIDTH, torch.float32)
         self.staging = Staging(LAYERS, WIDTH, torch.float32, capacity, "cpu")

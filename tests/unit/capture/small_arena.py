@@ -11,9 +11,7 @@ HOST_PAGES, DEVICE_PAGES = 6, 5
 NAMESPACE, WRITER = b"n" * 16, b"w" * 8
 
 
-def arena(
-    host_pages: int = HOST_PAGES, device_pages: int = DEVICE_PAGES, *, keeps_unfit: bool = False
-) -> Arena:
+def arena(host_pages: int = HOST_PAGES, device_pages: int = DEVICE_PAGES) -> Arena:
     memory = np.full((host_pages + device_pages, LAYOUT.page_bytes), 0xEE, np.uint8)
     return Arena(
         memory,
@@ -21,7 +19,6 @@ def arena(
         host_pages,
         device_pages,
         lambda page: LAYOUT.stamp(page, NAMESPACE, WRITER),
-        keeps_unfit=keeps_unfit,
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hcache_backend.arena import NO_NAMESPACE, Arena, Verdict
+from hcache_backend.arena import NO_NAMESPACE, NOT_ENCODABLE, Arena, Verdict
 from tests.integrity import assert_sound_arena
 from tests.unit.capture.small_arena import LAYOUT, NAMESPACE, SIZE, arena, ids, slots_of
 
@@ -31,58 +31,48 @@ def test_rows_are_valid_from_the_promise_on_and_stamped_with_the_proof() -> None
     assert a.problem(slots) == "rows backed up already"
 
 
-def test_an_unfit_page_is_kept_and_never_counts_as_whole() -> None:
-    a = arena(keeps_unfit=True)
+def test_rows_that_do_not_fit_are_not_backed_up() -> None:
+    a = arena()
     slots, ticket = promised(a)
-    a.swap(slots, ids(0))
-    page = a.memory[a.physical(ids(0))[0]]
-    a.prove(slots[:2], ticket, np.array([1, Verdict.UNFIT], np.uint8))
-    assert (a.depth(ids(0)) < 0).any() and a.whole(ids(0)) is None  # two rows are on their way
-    assert a.prove(slots[2:], ticket, np.ones(2, np.uint8)) == (0, 0)
-    assert LAYOUT.namespace_of(page) == NAMESPACE and a.none_lost
-    assert (a.depth(ids(0, 1)) > 0).tolist() == [True, False] and a.whole(ids(0)) is False
+    assert a.prove(slots, ticket, np.array([1, Verdict.UNFIT, 1, 1], np.uint8)) == (0, 1)
+    assert a.problem(slots) == NOT_ENCODABLE and not a.none_lost
+    assert a.prove(*promised(a), np.ones(4, np.uint8)) == (0, 0)
+    assert a.problem(slots) is None and a.none_lost
 
 
-def test_an_unfit_page_that_lost_a_row_as_well_is_never_stamped() -> None:
-    a = arena(keeps_unfit=True)
+@pytest.mark.parametrize("verdicts", [[1, 2, 1, 1], [1, 2, 0, 1]])
+def test_a_page_whose_rows_are_found_unfit_after_its_backup_is_never_stamped(
+    verdicts: list[int],
+) -> None:
+    """Also if another row is missing. Its tokens are not backed up again."""
+    a = arena()
     slots, ticket = promised(a)
     a.swap(slots, ids(0))
-    assert a.prove(slots, ticket, np.array([1, 2, 0, 1], np.uint8)) == (1, 1)
+    assert not a.settled(ids(0, 1)) and a.settled(ids(1)) and a.whole(ids(0)) is None
+    a.prove(slots, ticket, np.array(verdicts, np.uint8))
+    assert a.settled(ids(0)) and a.unfit(ids(0, 1)).tolist() == [True, False]
+    assert a.whole(ids(0)) is False
     assert LAYOUT.namespace_of(a.memory[a.physical(ids(0))[0]]) == NO_NAMESPACE
-    assert not a.none_lost and not a.whole(ids(0))
-
-
-@pytest.mark.parametrize("on_the_device", [True, False])
-def test_what_is_unfit_stays_so_in_every_later_backup(on_the_device: bool) -> None:
-    """Whether the host page is freed while its tokens are on the device, or they are loaded to
-    other slots first."""
-    a = arena(keeps_unfit=True)
-    slots, ticket = promised(a)
-    a.prove(slots, ticket, np.array([1, 2, 1, 1], np.uint8))
-    assert a.problem(slots) is None and a.unfit_rows(slots).any()
-    a.swap(slots, ids(0))
-    if not on_the_device:
-        slots = slots_of([3])
-        a.allocated(slots)
-        a.loaded(slots, ids(0))
     a.host_freed(ids(0))
-    assert a.problem(slots) is None and a.unfit_rows(slots).any()
-    a.swap(slots, ids(4))
-    assert (a.depth(ids(4)) > 0).all() and not a.whole(ids(4))
+    assert a.problem(slots) == "rows not valid"
     assert_sound_arena(a)
 
 
-def test_a_page_that_is_filled_anew_or_read_from_l3_is_not_unfit_any_more() -> None:
-    a = arena(keeps_unfit=True)
+@pytest.mark.parametrize("again", ["read from L3", "backed up"])
+def test_a_page_that_is_filled_anew_is_not_unfit_any_more(again: str) -> None:
+    a = arena()
     slots, ticket = promised(a)
-    a.prove(slots, ticket, np.array([1, 2, 1, 1], np.uint8))
     a.swap(slots, ids(0))
+    a.prove(slots, ticket, np.array([1, 2, 1, 1], np.uint8))
     a.host_dropped(ids(0))
-    a.expect(ids(0))
-    assert not (a.depth(ids(0)) > 0).any()
-    assert a.prove(*promised(a), np.ones(4, np.uint8)) == (0, 0)
-    a.swap(slots, ids(1))
-    assert not (a.depth(ids(1)) > 0).any() and a.whole(ids(1))
+    if again == "read from L3":
+        a.expect(ids(0))
+    else:
+        slots, ticket = promised(a)
+        a.swap(slots, ids(0))
+        a.prove(slots, ticket, np.ones(4, np.uint8))
+        assert a.whole(ids(0))
+    assert not a.unfit(ids(0)).any()
 
 
 def test_the_proof_of_an_older_allocation_counts_for_nothing() -> None:
@@ -114,13 +104,13 @@ def test_the_memory_must_have_a_page_for_every_entry() -> None:
             Arena(memory, LAYOUT, host_pages, 5, lambda page: None)
 
 
-# ---- lost pages never pass for whole ones ----
+# ---- unfit pages never pass for whole ones ----
 
 
 def test_of_a_load_only_the_rows_of_whole_pages_are_valid() -> None:
     pool = arena()
     pool.expect(ids(0))
-    pool.mark_lost(ids(1))
+    pool.mark_unfit(ids(1))
     pool.layout.positions(pool.memory)[pool.physical(ids(0, 1))] = np.arange(SIZE)
     pool.loaded(slots_of([2, 3]), ids(0, 1))
     pool.host_freed(ids(0, 1))
@@ -130,10 +120,10 @@ def test_of_a_load_only_the_rows_of_whole_pages_are_valid() -> None:
 
 def test_tokens_that_were_loaded_from_such_a_page_are_not_backed_up_from_it() -> None:
     pool = arena()
-    pool.mark_lost(ids(0))
+    pool.mark_unfit(ids(0))
     slots = slots_of([2])
     pool.loaded(slots, ids(0))
-    assert pool.problem(slots) == "rows not encodable"
+    assert pool.problem(slots) == "rows backed up already"
     pool.host_freed(ids(0))  # as write_back does while the tokens stay on the device
     assert pool.problem(slots) == "rows not valid"
     assert_sound_arena(pool)
@@ -146,15 +136,15 @@ def test_what_arrives_for_a_page_that_was_freed_meanwhile_is_of_no_interest(free
     def expected() -> np.ndarray:
         """A host page whose rows are recomputed and on their way."""
         page = ids(0)
-        a.mark_lost(page)  # it held something else before
+        a.mark_unfit(page)  # it held something else before
         a.recomputed(page, np.arange(SIZE), np.arange(SIZE))
         return page
 
     page = expected()
     free(a, page)
-    assert not (a.depth(page) < 0).any()
+    assert a.settled(page)
     again = expected()
     a.mark_saved(page, np.array([False]))
-    assert a.whole(again) is None and not (a.depth(again) > 0).any()
+    assert a.whole(again) is None and not a.unfit(again).any()
     a.mark_saved(again, np.array([False]))
     assert a.whole(again) is False

@@ -50,7 +50,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.arena = arena(keeps_unfit=True)
+        self.arena = arena()
         self.table = self.arena.shadows
         self.queue: list[Callable[[], None]] = []
         self.free_device = list(range(DEVICE_PAGES))
@@ -167,7 +167,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
             return  # exhaustion: the node stays without a host copy
         slots = slots_of(node.device)
         problem = self.arena.problem(slots)
-        if node.promised and node.written:
+        if node.promised and node.written and node.encodable:
             assert problem is None, "rows that were captured or restored got lost"
         if problem is not None:
             return
@@ -223,10 +223,10 @@ class ScriptedScheduler(RuleBasedStateMachine):
             return
         pages = ids(*node.host)
         prepared = all(page in self.recomputing for page in node.host)
-        if (self.arena.depth(pages) < 0).any() and not prepared:
+        if not self.arena.settled(pages) and not prepared:
             return
-        if not prepared and not all(LAYOUT.is_stamped(page) for page in self.arena.pages(pages)):
-            assert not node.written, "a backup was lost"
+        if not prepared and not self.arena.whole(pages):
+            assert not (node.written and node.encodable), "a backup was lost"
             self.free_host_pages(node.host)
             self.nodes.remove(node)
             return
@@ -262,7 +262,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
         node = Node(self.sequences, 0, None, taken, backup_done=True)
         host, positions = ids(*taken), np.arange(pages * SIZE)
         self.arena.recomputed(host, positions, positions + 1000 * node.sequence)
-        assert not (self.arena.depth(host) > 0).any()
+        assert not self.arena.unfit(host).any()
         for i, physical in enumerate(self.arena.physical(host).tolist()):
             rows = self.expected(node)[i]
             for layer in range(2):  # the device may do so at once
@@ -288,7 +288,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
         still = [self.recomputing.get(page) is host for page in host.tolist()]
         wanted = host[~fits & still].tolist()
         self.arena.mark_saved(host, fits)
-        assert (self.arena.depth(ids(*wanted)) > 0).all()
+        assert self.arena.unfit(ids(*wanted)).all()
         for node in self.nodes:
             lost = [i for i, page in enumerate(node.host or ()) if page in wanted]
             node.written = node.written and not lost
@@ -324,14 +324,14 @@ class ScriptedScheduler(RuleBasedStateMachine):
                     assert not LAYOUT.is_stamped(page), "it counts before it is there"
                     continue
                 if LAYOUT.namespace_of(page) != NAMESPACE:
-                    assert not node.written, "a backup was lost"
+                    assert not (node.written and node.encodable), "a backup was lost"
                     continue
                 first = node.first + i * SIZE
                 assert LAYOUT.positions(page).tolist() == list(range(first, first + SIZE))
                 assert (LAYOUT.token_ids(page) // 1000 == node.sequence).all()
-                if (self.arena.depth(ids(node.host[i])) > 0).item():
+                if self.arena.unfit(ids(node.host[i])).item():
                     assert not (node.written and node.encodable), "a page was lost"
-                    continue  # the load recomputes it
+                    continue  # no load takes it
                 for layer in range(2):
                     got = page[LAYOUT.segment(layer)].reshape(SIZE, 8)
                     assert (got == self.expected(node)[i, layer]).all(), "wrong rows"

@@ -33,7 +33,7 @@ def flush(checker: Checker, *, waits: bool = True) -> None:
         checker.touch_pages(pages, size, size, "write")
         arrived.synchronize()
         server.pool.mark_arrived()
-    assert server.lost(host) == [False]
+    assert server.unfit(host) == [False]
     checker.host_joins()
 
 

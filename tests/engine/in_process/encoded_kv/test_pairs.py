@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from hcache_backend.arena import NOT_SETTLED
 from hcache_backend.checks.round_trip import check_lossy
 from hcache_backend.config import HCacheConfig, KrulOption
 from hcache_backend.format.units import WHOLE
@@ -65,7 +64,7 @@ def test_a_page_with_a_pair_that_does_not_fit_is_lost() -> None:
     server = paired_host()
     checks, lost = checked(server)
     server.device.k_buffer[5][slots_of(2)[3], 1, 4] = float("nan")
-    assert server.lost(server.backed_up(2, 3)) == [True, False]
+    assert server.unfit(server.backed_up(2, 3)) == [True, False]
     compare_all(checks)
     assert lost == []
 
@@ -91,10 +90,10 @@ def test_a_spoiled_slot_fails_the_check_in_service(layer: int, at: float) -> Non
 def test_a_page_that_does_not_say_which_layers_share_slots_is_not_loaded() -> None:
     server = paired_host()
     pages = server.pool.page_ids(server.backed_up(1, 2))
-    assert not server.pool.depth(pages).any()
+    assert server.pool.settled(pages)
     table = server.pool.page_layout.tables_at
     server.pool.kv_buffer[int(pages[1]), table.start + 2] ^= 4
-    assert server.pool.depth(pages).tolist() == [0, NOT_SETTLED]
+    assert server.pool.settled(pages[:1]) and not server.pool.settled(pages)
 
 
 def plan_of(option: KrulOption | None = None) -> PagePlan:

@@ -97,7 +97,7 @@ def test_pages_come_back_as_the_reference_decodes_them(codec: str, dtype: torch.
     assert torch.equal(server.load(host, 7, 5), want)
     compare_all(checks)
     assert not checks._waiting
-    assert lost == [] and server.lost(host) == [False, False]
+    assert lost == [] and server.unfit(host) == [False, False]
 
 
 def saved(server: Host, *pages: int) -> torch.Tensor:
@@ -112,7 +112,7 @@ either_way = pytest.mark.parametrize("put", [Host.back_up, saved], ids=["backup"
 
 
 @either_way
-def test_a_page_that_does_not_fit_is_lost(put: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_page_that_does_not_fit_is_marked(put: Any, caplog: pytest.LogCaptureFixture) -> None:
     server = Host()
     make_unfit(server.device, 2, 0)
     make_unfit(server.device, 3, 1)
@@ -121,13 +121,13 @@ def test_a_page_that_does_not_fit_is_lost(put: Any, caplog: pytest.LogCaptureFix
     assert not server.settled(host)  # nobody knows yet
     server.device.k_buffer[0][slots_of(2)] = 0  # by now another's
     server.pool.mark_arrived()
-    assert server.lost(host) == [False, True, True, False]
+    assert server.unfit(host) == [False, True, True, False]
     others = torch.cat((host[:PAGE], host[3 * PAGE :]))
     assert torch.equal(server.load(others, 7, 5), want)
-    assert caplog.text.count("loads compute them again") == 1, "the first one is told"
+    assert caplog.text.count("they are misses") == 1, "one log line for all"
 
 
-def test_it_is_known_behind_the_transfer_which_pages_are_lost() -> None:
+def test_it_is_known_behind_the_transfer_which_pages_are_unfit() -> None:
     server, stream = Host(), WorkerStream("device to host")
     make_unfit(server.device, 2, 0)
     arrive = threading.Event()
@@ -136,11 +136,12 @@ def test_it_is_known_behind_the_transfer_which_pages_are_lost() -> None:
         host = server.back_up(1, 2)
     [first, second] = server.pool.page_ids(host).tolist()
     server.backed_up(3)  # on another stream
-    assert (server.pool.arena.depth(np.array([first, second])) < 0).all()
+    assert not server.pool.arena.settled(np.array([first]))
+    assert not server.pool.arena.settled(np.array([second]))
     arrive.set()
     stream.record().synchronize()
     server.pool.mark_arrived()
-    assert server.lost(host) == [False, True]
+    assert server.unfit(host) == [False, True]
 
 
 @either_way
@@ -154,20 +155,20 @@ def test_a_page_that_was_freed_before_its_backup_arrived_belongs_to_the_next(put
     assert torch.equal(again, host)
     assert not server.settled(again)
     server.pool.mark_arrived()
-    assert server.lost(again) == [False]
+    assert server.unfit(again) == [False]
     want = bits(server.device, 3)
     assert torch.equal(server.load(again, 5), want)
 
 
-def test_a_host_page_that_was_lost_is_as_good_as_any_when_it_is_used_again() -> None:
+def test_a_host_page_that_was_unfit_is_as_good_as_any_when_it_is_used_again() -> None:
     server = Host(host_pages=1)
     for again in (server.pool.free, lambda _: server.pool.clear()):
         make_unfit(server.device, 2, 0)
         host = server.backed_up(2)
-        assert server.lost(host) == [True]
+        assert server.unfit(host) == [True]
         again(host)
         host = server.backed_up(3)
-        assert server.lost(host) == [False]
+        assert server.unfit(host) == [False]
         server.pool.free(host)
 
 
@@ -259,7 +260,7 @@ def test_a_turn_compares_one_unit_of_each(codec: str, monkeypatch: pytest.Monkey
     assert lost == []
 
 
-def test_a_page_that_is_lost_is_not_checked_nor_one_that_is_not_known_yet() -> None:
+def test_a_page_that_is_unfit_is_not_checked_nor_one_that_is_not_known_yet() -> None:
     server = Host()
     checks, lost = checked(server)
     make_unfit(server.device, 2, 1)
@@ -269,4 +270,4 @@ def test_a_page_that_is_lost_is_not_checked_nor_one_that_is_not_known_yet() -> N
     assert len(checks._waiting) == 1
     server.pool.mark_arrived = settle  # type: ignore[method-assign]
     compare_all(checks)
-    assert server.lost(host) == [True] and lost == []
+    assert server.unfit(host) == [True] and lost == []

@@ -1,6 +1,5 @@
 """Queued loads: what of them is recomputed, behind what, and what becomes of failures."""
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,32 +41,17 @@ class HostPages:
         return host_pages
 
 
-def plan_lost(
-    loads: Any, *pages: int, lost: Sequence[int], ids: Sequence[int] | None = None
-) -> QueuedLoad | None:
-    """A load of ``pages``, of which those of the numbers ``lost`` lack all layers, behind a page,
-    of a request with the token ``ids``."""
-    depths = np.array([4 * (i in lost) for i in range(len(pages))])
-    return loads.plan(np.array(pages), depths, lambda: torch.arange(SIZE), lambda: ids)
-
-
 class Pipeline:
-    """Notes which pages it restores, how they are recomputed, and positions and slots of what it
-    recomputes alone; a recomputation ends with ``problem``."""
+    """Notes which pages it restores, and how they are recomputed; a recomputation ends with
+    ``problem``."""
 
     def __init__(self) -> None:
         self.pages: list[list[int]] = []
         self.recomputed: list[Recompute | None] = []
-        self.alone: list[tuple[list[int], list[int]]] = []
         self.problem: Exception | None = None
 
     def handed_out(self) -> None:
         pass
-
-    def start_recomputation(self, recompute: Recompute, positions: Any, slots: Any) -> Any:
-        self.alone.append((positions.tolist(), slots.tolist()))
-        recompute.fill(positions, slots)
-        return self.start(np.empty(0), slots, recompute)
 
     def start(self, pages: Any, slots: Any, recompute: Recompute | None = None) -> Any:
         self.pages.append(pages.tolist())
@@ -100,9 +84,8 @@ def queue(partition: Partition, recomputer: Recomputer | None = None, **fields: 
 
 def plan(loads: Any, *pages: int, known: int | None = None) -> QueuedLoad | None:
     """A load of ``pages``, of which the slots of ``known`` tokens before them are known."""
-    depths = np.zeros(len(pages), np.int64)
     prefix = None if known is None else torch.arange(known)
-    found: QueuedLoad | None = loads.plan(np.array(pages), depths, lambda: prefix)
+    found: QueuedLoad | None = loads.plan(np.array(pages), lambda: prefix)
     return found
 
 
@@ -230,14 +213,6 @@ def test_nobody_gets_layers_that_are_stored_nowhere_and_were_not_recomputed() ->
     assert told == ["layers that are not stored cannot be recomputed any more"]
 
 
-def test_nobody_gets_lost_pages_that_were_not_recomputed() -> None:
-    loads = queue(Partition(0, 4, 0))
-    slots = add(loads, plan_lost(loads, 1, 2, lost=[1]))
-    no_memory(loads)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        loads.launch(slots)
-
-
 def test_one_of_several_ranks_does_not_go_on_when_its_recomputation_failed() -> None:
     """The others wait for it in the model's collectives."""
     loads = queue(Partition(2, 2, 0), ranks=2)
@@ -251,47 +226,12 @@ def test_one_of_several_ranks_does_not_go_on_when_its_recomputation_failed() -> 
         guarded(TURN)(lambda cache: None, cache)
 
 
-@pytest.mark.parametrize("stored_from", [0, 2])
-def test_lost_pages_are_recomputed_whole_behind_all_others(stored_from: int) -> None:
-    loads = queue(Partition(stored_from, 4, 0), recomputer := Recomputer())
-    slots = add(loads, plan_lost(loads, 1, 2, 3, 4, 5, lost=[1, 4]))
-    assert len(loads.launch(slots)) == 2
-    assert loads._pipeline.pages == [[1, 3, 4], []]
-    [first, whole] = loads._pipeline.recomputed
-    assert (first.layers if first is not None else 0) == stored_from
-    assert whole.layers == 4 + stored_from
-    [(positions, there)] = loads._pipeline.alone
-    assert positions == [*range(2 * SIZE, 3 * SIZE), *range(5 * SIZE, 6 * SIZE)]
-    assert there == [*slots[SIZE : 2 * SIZE].tolist(), *slots[4 * SIZE :].tolist()]
-    assert recomputer.tokens == [2] * SIZE + [5] * SIZE
-    before = [*range(SIZE), *slots.tolist()]
-    assert recomputer.spans == [(SIZE, before[: 2 * SIZE]), (SIZE, before[: 5 * SIZE])]
-
-
 def test_what_lacks_layers_that_cannot_be_recomputed_is_no_hit() -> None:
     loads = queue(Partition(2, 4, 0), Recomputer(3), recomputable=3)
     assert not loads.recomputes_pages
     assert plan(loads, 0, 1) is not None
-    assert plan_lost(loads, 1, 2, lost=[1]) is None
-
-
-def test_lost_pages_that_others_restored_are_not_recomputed() -> None:
-    loads = queue(Partition(0, 4, 0))
-    loads.launch(add(loads, plan_lost(loads, 1, 2, lost=[0]), True, False))
-    assert (loads._pipeline.pages, loads._pipeline.recomputed) == ([[2]], [None])
-
-
-def test_tokens_of_lost_pages_are_the_requests_where_headers_do_not_say_them() -> None:
-    loads = queue(Partition(0, 0, 4), recomputer := Recomputer())
-    loads.methods = loads.methods.recomputing_first(0)
-    ids = range(100, 100 + 3 * SIZE)
-    for wrong in (None, ids[:-1]):
-        assert plan_lost(loads, 1, 2, lost=[1], ids=wrong) is None
-    loads.launch(add(loads, plan_lost(loads, 1, 2, lost=[1], ids=ids)))
-    assert recomputer.tokens == [*ids[2 * SIZE :]]
-    assert plan_lost(loads, 1, 2, lost=[]) is not None
-    loads.recomputation_failed(RuntimeError("out of memory"))
-    assert plan_lost(loads, 1, 2, lost=[1], ids=ids) is None
+    loads._recomputer = Recomputer(1)
+    assert plan(loads, 0, 1) is None
 
 
 def test_dropped_loads_are_forgotten() -> None:
