@@ -229,7 +229,7 @@ _CAPABILITY = "1 for a capability that the server has, 0 for one that it goes wi
 CAPABILITY = _gauge("hcache_capability_info", _CAPABILITY, "capability")
 
 # reason: quarantined (a check failed, or weight updates would go unnoticed), not_restorable,
-# flush_needed, stages (not all pipeline stages have told their weights)
+# flush_needed, stages (not all pipeline stages have sent the digest of their weights)
 SUSPENDED = _gauge("hcache_l3_suspended", "1 while L3 is neither read nor written", "reason")
 
 _CODEC = "1 for the codec that is used, by the requested one"

@@ -1,8 +1,8 @@
 """A captured step, from its begin to its verdicts; each part in torch and as one kernel.
 
-At the begin the rows of the step get targets in staging, and the host is told which tokens go to
-which slots. Then hidden states are saved in two stages (paper section 4.2.2). At the end the host
-is told which rows were written.
+At the begin the rows of the step get targets in staging, and the host gets the tokens and their
+slots. Then hidden states are saved in two stages (paper section 4.2.2). At the end the host gets
+which rows were written.
 
 Stage one takes the rows of one layer out of the forward pass into a staging buffer on the device.
 It may be recorded in a CUDA graph, so everything that changes from step to step (where rows go, and

@@ -190,10 +190,10 @@ def _seams() -> Check:
     version, other = sglang_version(), untested()
     if found.problems:
         effect = "servers have plain pages" if other else "tested, but not as it is installed here"
-        told = f"{version}: {effect}; {found.describe()}"
-        return Check("SGLang", "fair", told)
-    told = f"{other or f'{version}: tested'}; {found.describe()}"
-    return Check("SGLang", "fair" if other else "good", told)
+        detail = f"{version}: {effect}; {found.describe()}"
+        return Check("SGLang", "fair", detail)
+    detail = f"{other or f'{version}: tested'}; {found.describe()}"
+    return Check("SGLang", "fair" if other else "good", detail)
 
 
 def config(
@@ -217,5 +217,5 @@ def config(
         checked = options.parse_config(table, kind)
     found = checked.model_dump(mode="json", exclude_unset=True)
     lines = [f"{file}: no errors", *(f"  {name} = {value!r}" for name, value in found.items())]
-    said = {"kind": kind, "options": found}
-    common.output(said, as_json, lambda _: common.say(*lines))
+    report = {"kind": kind, "options": found}
+    common.output(report, as_json, lambda _: common.say(*lines))

@@ -28,8 +28,8 @@ class _Commands(TyperGroup):
             why = f"this command needs {error.name}: pip install {error.name}"
         except _FAILURES as error:
             why = str(error)
-        said = Text.assemble(("hcache:", "red"), f" {common.printable(why)}")
-        common.say(said, console=common.errors)
+        message = Text.assemble(("hcache:", "red"), f" {common.printable(why)}")
+        common.say(message, console=common.errors)
         raise typer.Exit(2)
 
 

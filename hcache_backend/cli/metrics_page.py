@@ -96,14 +96,14 @@ def parse(text: str) -> MetricsPage:
         counters[kind] = sums(f"{metrics.STAGE_SECONDS.name}_{part}", itemgetter("stage"))
     rates = sums(metrics.RATES.name, itemgetter("operation"))
     silent = sums(metrics.SHARED.name, itemgetter("state")).get("silent")
-    said: dict[str, Any] = {"mode": mode, "pages": pages}
-    said["suspended"] = state(metrics.SUSPENDED, "reason")
-    said["codec"] = state(metrics.CODEC, "used") if pages == "own" else None
-    said |= {"shared": state(metrics.SHARED, "backend"), "shared_silent": bool(silent)}
-    said["tokens_per_second"] = {k: round(v) for k, v in rates.items() if v}  # 0: detached
+    shown: dict[str, Any] = {"mode": mode, "pages": pages}
+    shown["suspended"] = state(metrics.SUSPENDED, "reason")
+    shown["codec"] = state(metrics.CODEC, "used") if pages == "own" else None
+    shown |= {"shared": state(metrics.SHARED, "backend"), "shared_silent": bool(silent)}
+    shown["tokens_per_second"] = {k: round(v) for k, v in rates.items() if v}  # 0: detached
     for name in ("running", "queue"):
-        said[name] = int(sum(number for _, number in samples[f"sglang:num_{name}_reqs"]))
-    return MetricsPage(time.monotonic(), counters, said)
+        shown[name] = int(sum(number for _, number in samples[f"sglang:num_{name}_reqs"]))
+    return MetricsPage(time.monotonic(), counters, shown)
 
 
 def summary(page: MetricsPage, before: MetricsPage) -> dict[str, Any]:
@@ -159,6 +159,6 @@ def picture(servers: Sequence[Mapping[str, Any]]) -> Columns:
                 rate = f"{seen['per_second'][kind][name]:,.2f}" if seen["per_second"] else "-"
                 counts.add_row(f"{kind} {name}", rate, f"{totals[name]:,.1f}")
         state = {k: v for k, v in seen.items() if v and k not in ("url", "totals", "per_second")}
-        said = Text("\n".join(f"{name}: {value}" for name, value in state.items()))
-        panels.append(Panel.fit(Group(said, counts), title=Text(seen["url"]), title_align="left"))
+        shown = Text("\n".join(f"{name}: {value}" for name, value in state.items()))
+        panels.append(Panel.fit(Group(shown, counts), title=Text(seen["url"]), title_align="left"))
     return Columns(panels)

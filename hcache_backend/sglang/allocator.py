@@ -1,4 +1,4 @@
-"""SGLang's allocator: pages that eager restores may reserve, and slots that capture hears of.
+"""SGLang's allocator: pages that eager restores may reserve, and slots that capture is given.
 
 Reserved device pages are out of the allocator's lists but count as available: any allocation gets
 them. A slot that is allocated anew has no valid row until something fills it.
@@ -20,7 +20,7 @@ from hcache_backend.sglang.tree import is_on_device, slots_to
 
 
 class ReservablePages:
-    """Free pages of SGLang's ``allocator``, some reserved. ``capture`` hears of all allocations."""
+    """Free pages of SGLang's ``allocator``, some reserved. ``capture`` is given all allocations."""
 
     def __init__(self, allocator: Any, capture: HiddenCapture | None = None) -> None:
         self.eager: Reservations | None = None  # reserves pages; None until it is set

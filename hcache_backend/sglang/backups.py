@@ -26,7 +26,7 @@ _NODES = 1 << 16  # nodes that are known after the device has evicted them; the 
 _ANSWERS = 32  # on which the ranks agree in a turn
 _LEFT_OUT = 64  # chains through a node that L3 did not take, before the next one is tried
 _NO_HOLE = 1 << 62
-_FINISH_SECONDS = 10.0  # SGLang kills processes 15 s after it has told them to stop
+_FINISH_SECONDS = 10.0  # SGLang kills processes 15 s after it has asked them to stop
 _POLL_SECONDS = 0.001
 
 

@@ -289,7 +289,7 @@ class OwnPagesController(HybridCacheController, Controller):
 
     def prefetch(self, *args: Any, **kwargs: Any) -> Any:
         operation = super().prefetch(*args, **kwargs)
-        # Before the scheduler hears of the hit: nothing is read earlier.
+        # Before the scheduler sees the hit: nothing is read earlier.
         if self.recomputing is not None:
             prefetch = self._runtime.prefetches.of(operation)
             prefetch.token_ids = token_array(operation.token_ids).astype(np.int64)
@@ -415,7 +415,7 @@ class BackAck(PrefetchAck):
 def apply_reports(
     reports: Iterable[PrefetchAck], running: Collection[Any], prefetches: Prefetches, page_size: int
 ) -> None:
-    """Apply ``reports``, the same on every rank, before the scheduler hears of them. HiCache has
+    """Apply ``reports``, the same on every rank, before the scheduler sees them. HiCache has
     dealt with prefetches that do not run any more, by the pages that counted then."""
     for report in reports:
         operation = report.operation

@@ -16,8 +16,8 @@ EXCHANGE = [model_runner.FORWARD]  # of latents between ranks
 RECOMPUTE = [model_runner.ATTENTION, radix_cache.LOAD_BACK, RECEIVED]
 # HiCache's turn in every turn of the scheduler, and its reports
 OWN_PAGES = [radix_cache.TURN, radix_cache.DRAIN]
-# L3 hears of used pages in L1 and L2, and gets them with their beginnings, also before the memory
-# of the GPU is released; waiting requests keep theirs
+# L3 is given the uses of pages in L1 and L2, and these with their beginnings, also before the
+# memory of the GPU is released; waiting requests keep theirs
 USES = [
     radix_cache.DRAIN,
     BATCH,
@@ -52,7 +52,7 @@ LATE_WEIGHTS = [model_runner.LATE_WEIGHTS]  # the weights arrive after ``load_mo
 
 
 def notice_uses() -> None:
-    """Let L3 hear of used pages; log a warning if it cannot."""
+    """Give L3 the used pages; log a warning if it cannot."""
     unseen = "hcache: eviction from L3 does not see uses on the GPU or in host memory: %s"
     if (missing := install(USES)) is not None:
         logger.warning(unseen, missing)

@@ -57,7 +57,7 @@ def around_drain(
     **kw: Any,
 ) -> Any:
     """HiCache takes the reports that every rank has, and the answers as far as there is room in L2:
-    first prefetches that are read from the back hear of them, last those that are over are finished
+    first they are applied to prefetches that are read from the back, last those that are over end
     on all ranks. Of pipeline stages only the first one knows that they are there."""
     gate, controller = gate_of(cache), cache.cache_controller
     with catching():
@@ -99,7 +99,7 @@ def _fell_short(operation: Any, cache: Any) -> bool:
 
 
 def around_prefetch(original: Original, cache: Any, request: Any, *a: Any, **kw: Any) -> Any:
-    """First the gate says whether L3 is asked. Then our L3 hears of the prefix, and its keys."""
+    """First the gate says whether L3 is asked. Then our L3 gets the prefix and its keys."""
     given, asks = inspect.signature(original).bind(cache, request, *a, **kw), True
     asked = given.arguments
     with catching():

@@ -41,7 +41,7 @@ from hcache_backend.sglang.groups import new_stage_group
 from hcache_backend.store import PageStore
 
 JUDGING = "judging L3 hits"  # a capability (start/capabilities.py)
-_PENDING = "the weights were updated and not all pipeline stages have said theirs"
+_PENDING = "the weights were updated and not all pipeline stages have sent theirs"
 _REASONS = ("quarantined", "not_restorable", "flush_needed", "stages")
 
 
@@ -176,7 +176,7 @@ class Runtime:
         return self.namespace_of(weights, **self.page_fields)
 
     def page_namespaces(self) -> tuple[bytes, ...]:
-        """Namespaces of pages of the present weights; a stand-in until all stages told these."""
+        """Namespaces of pages of the present weights; a stand-in until all stages sent theirs."""
         made = filter(None, (self.weights, self._stand_in))
         return tuple(map(self.page_namespace, made))
 

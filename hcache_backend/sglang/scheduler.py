@@ -27,7 +27,7 @@ _prefills: deque[tuple[weakref.ref[Any], Any]] = deque(maxlen=64)
 
 def around_received(original: Original, scheduler: Any, req: Any, *a: Any, **kw: Any) -> Any:
     """A request comes, or SGLang tries again to prefetch for it. The governor gets its scheduler,
-    and the gate hears of the request. Last, L3 hears of a node that is not backed up, behind which
+    and the gate is given the request. Last, L3 is given a node that is not backed up, behind which
     SGLang does not prefetch. A prefix that SGLang cannot look up, such as that of a streaming
     session, would end the scheduler: its request goes on without L3."""
     with catching():

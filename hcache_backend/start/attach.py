@@ -211,7 +211,7 @@ def leave_report(joined: Joined[Any], storage_config: HiCacheStorageConfig) -> N
 
 
 def publishes_events() -> bool:
-    """True if SGLang publishes KV events on this rank; logs why nobody will hear those of L3."""
+    """True if SGLang publishes KV events on this rank; logs why L3's are not published."""
     from sglang.srt.disaggregation.kv_events import is_kv_publisher_rank
     from sglang.srt.runtime_context import get_observability
 

@@ -1,8 +1,8 @@
 """The pages of one folder of the store while the server runs: the folder may fail, vanish, return.
 
-The order of steps keeps every crash harmless. A write makes the file, then its entry in the index,
-then its name. So a crash leaves a nameless file, which the next opening of the folder removes, or
-an entry without file, which the next read removes. It never leaves a page file that nothing counts.
+The order of steps keeps the folder right after every crash. A write makes the file, then its entry
+in the index, then its name. So a crash leaves a nameless file, which the next opening of the folder
+removes, or an entry without file, which the next read removes. No page file is ever uncounted.
 """
 
 import errno

@@ -56,7 +56,7 @@ _OPEN_SECONDS = 30.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MOUNTS = Path("/proc/self/mounts")
 _NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs")
-_HARMLESS = (  # names of file systems, snapshots, quotas, desktops and volumes of Kubernetes
+_OTHERS_NAMES = (  # names of file systems, snapshots, quotas, desktops and volumes of Kubernetes
     "lost+found", ".snapshot", ".snapshots", "#snapshot", ".zfs", ".ckpt", "@eaDir", ".nfs*",
     "aquota.*", "quota.user", "quota.group", ".quota*", ".Trash", ".Trash-*", ".Trashes",
     ".fseventsd", ".Spotlight-*", ".DS_Store", "System Volume Information", "..data", "..20*",
@@ -551,9 +551,9 @@ def _has_marker(path: Path, ops: FileOps, root_fd: int) -> bool:
     # A marker that a power cut tore, a first opening that was interrupted, or what is left of a
     # store that somebody deletes, is no reason to refuse. Anything that neither a store nor an
     # administrator's tools make is one.
-    harmless = (f".{MARKER}.*", f".{SERVER_REPORT}.*", *_HARMLESS)
+    allowed = (f".{MARKER}.*", f".{SERVER_REPORT}.*", *_OTHERS_NAMES)
     others = sorted(name for name in names if not _is_ours(name, ops, root_fd))
-    if others := [name for name in others if not any(fnmatch(name, kind) for kind in harmless)]:
+    if others := [name for name in others if not any(fnmatch(name, kind) for kind in allowed)]:
         what = f"its {MARKER} is damaged" if MARKER in names else f"it has no {MARKER}"
         listed = ", ".join(map(repr, others[:3])) + ", ..." * (len(others) > 3)
         reason = f"it is not empty and not a page store's ({what}, and it holds {listed})"

@@ -97,7 +97,7 @@ def find_unknown_files(
 ) -> Unknown:
     """Look for files that the index does not know, up to the first bucket at which ``stop``.
     ``adopt``: enter the sound ones, with their time of writing as last use. Headers are verified
-    here, payloads when they are read. ``progress`` hears the number of buckets done, and of all."""
+    here, payloads when they are read. ``progress`` gets the number of buckets done, and of all."""
     result = Unknown()
     buckets = folder.bucket_names()
     for done, bucket in enumerate(buckets, start=1):

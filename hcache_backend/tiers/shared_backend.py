@@ -161,10 +161,10 @@ def make_backend(option: SharedOption, config: HiCacheStorageConfig) -> SharedBa
         given_up.set()
         raise ConfigError(f"{where}it {error}") from None
     except Exception as error:  # which quotes what it does not like
-        said = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
         for secret in (value for value in theirs.values() if value and isinstance(value, str)):
-            said = said.replace(secret, "***")
-        raise ConfigError(f"{where}{said}") from None
+            message = message.replace(secret, "***")
+        raise ConfigError(f"{where}{message}") from None
 
 
 _Result = TypeVar("_Result")
