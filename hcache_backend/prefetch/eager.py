@@ -53,7 +53,6 @@ class Reserved:
     lacks: int  # first layers that nobody has launched: of a page that has not arrived all or none
     held: bool = True  # neither given back nor handed out
     restore: RunningRestore | None = None  # was launched for it, or recomputes it whole
-    recomputed: bool = False  # it lacked layers and does not any more
 
     @property
     def is_whole(self) -> bool:
@@ -112,16 +111,6 @@ class Recomputation(NamedTuple):
     def host_pages(self) -> Ids:
         pages = self.reservation.pages[self.pages.start : self.pages.stop]
         return np.array([page.host_page for page in pages], np.int64)
-
-    @property
-    def after(self) -> Sequence[RunningRestore] | None:
-        """Restores of pages before these, without recomputations, which run in order. None: these
-        lack only some layers, and their own restore counts too."""
-        if not self.unread:
-            return None
-        before = self.reservation.pages[: self.pages.start]
-        found = (page.restore for page in before if page.restore and not page.recomputed)
-        return list(dict.fromkeys(found))
 
     def first(self, pages: int) -> Recomputation:
         return self._replace(pages=self.pages[:pages])
@@ -243,8 +232,7 @@ class EagerRestores:
         if restore.failed is not None:
             return
         for page in done.reservation.pages[done.pages.start : done.pages.stop]:
-            page.recomputed, page.lacks = True, 0
-            page.restore = page.restore or restore
+            page.lacks, page.restore = 0, page.restore or restore
 
     def end(self, prefetch: Hashable) -> int:
         """No more pages come. Gives back the pages that were not launched, and returns their

@@ -225,7 +225,9 @@ class EagerLoads:
         if rows is not None:
             recompute = rows.taken_from(recompute)
         positions = np.arange(len(prefix), len(prefix) + len(slots))
-        restore = self._pipeline.start_recomputation(recompute, positions, slots, due.after)
+        # Unread pages are behind others that were loaded, or recomputed on the same stream.
+        after: list[RunningRestore] | None = [] if due.unread else None
+        restore = self._pipeline.start_recomputation(recompute, positions, slots, after)
         if due.unread and restore.failed is None:
             # As a backup would: for HiCache these pages are in host memory now.
             host_pages = due.host_pages

@@ -33,6 +33,7 @@ class Estimate:
         self._curve = curve
         self._known = known
         self._measured: deque[tuple[int, float]] = deque(maxlen=_KEPT)
+        self._medians: dict[int, float | None] = {}  # by tokens, until the next measurement
         self._lock = threading.Lock()
 
     def measured(self, tokens: int, prefix: float, seconds: float) -> None:
@@ -40,6 +41,7 @@ class Estimate:
         ratio = seconds / max(self._curve(tokens, prefix), 1e-12)
         with self._lock:
             self._measured.append((tokens, ratio))
+            self._medians.clear()
 
     def part(self, tokens: int, whole: int) -> float | None:
         """Expected seconds of ``tokens`` by those of the ``whole`` operation; None if unknown."""
@@ -61,10 +63,14 @@ class Estimate:
     def _ratio(self, tokens: int) -> float | None:
         """Measured times relative to the curve; None if unknown."""
         with self._lock:
-            measured = list(self._measured)
+            if tokens not in self._medians:
+                self._medians[tokens] = self._median(tokens)
+            return self._medians[tokens]
+
+    def _median(self, tokens: int) -> float | None:
         weighted = [
             (ratio, _FADING**age * min(size / tokens, tokens / size) ** 2)
-            for age, (size, ratio) in enumerate(reversed(measured))
+            for age, (size, ratio) in enumerate(reversed(self._measured))
         ]
         if self._known:
             weighted.append((1.0, _MODEL_WEIGHT))

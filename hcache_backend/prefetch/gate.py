@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
 from hcache_backend import metrics
@@ -131,19 +131,18 @@ class HitGate:
         """This rank's verdicts: for each prefetch True if it should end; last, True if L3 is
         stalled. ``running`` are all prefetches, in the order in which they are read."""
         now = self.l3.clock()
-        verdicts, earlier = [], 0.0
+        earlier = 0.0
         with self.prefetches.lock:
             reading = self.l3.reading  # perhaps for a request that does not wait any more
             kept = {*running, *([reading.prefetch] if reading else [])}
             waiting = self.prefetches.waiting.items()
             self.prefetches.waiting = {name: one for name, one in waiting if one in kept}
             stalled = self._seems_stalled(now)
-            for place, one in enumerate(running):
-                rest, ends = one.rest, False
-                if rest is not None:
-                    ends = place < _JUDGED and self._ends(one, rest, earlier, now)
+            verdicts = [stalled] * len(running)
+            for place, one in enumerate(running[:_JUDGED]):
+                if (rest := one.rest) is not None:
+                    verdicts[place] |= self._ends(one, rest, earlier, now)
                     earlier += self._until_there(rest)
-                verdicts.append(stalled or ends)
         return [*verdicts, stalled]
 
     def agreed(self, ended: Sequence[Prefetch], stalled: bool) -> None:
@@ -269,8 +268,9 @@ class HitGate:
     def _computing(self, saved: float, others: Sequence[Prefetch], now: float) -> float:
         """Seconds until work of ``saved`` seconds is computed, plus the delays of ``others``."""
         computing, slowdown = self.gpu.seconds_busy(now) + saved, self.l3.slowdown(now)
-        reads = [self._until_there(rest, slowdown) for one in others if (rest := one.rest)]
-        return computing + sum(max(0.0, computing - there) for there in accumulate(reads))
+        reads = (self._until_there(rest, slowdown) for one in others if (rest := one.rest))
+        delayed = takewhile(computing.__gt__, accumulate(reads))
+        return computing + sum(computing - there for there in delayed)
 
     def _seems_stalled(self, now: float) -> bool:
         return self._min_gain > 0 and self.l3.seems_stalled(now)

@@ -98,7 +98,8 @@ class Loading:
             rows = RecomputedRows(self.capture, self.staging, self.pool)  # type: ignore[arg-type]
             if due.unread:
                 recompute = rows.taken_from(recompute)
-            restore = self.pipeline.start_recomputation(recompute, positions, slots, due.after)
+            after: list[Any] | None = [] if due.unread else None
+            restore = self.pipeline.start_recomputation(recompute, positions, slots, after)
             if due.unread:
                 restore.save_recomputed(
                     self.saving, slots, partial(self._save, due.host_pages, slots, rows)
@@ -237,13 +238,9 @@ def eager_from_the_back(checker: Checker, partition: Partition) -> None:
 
 
 def eager_behind_what_was_restored_ahead(checker: Checker) -> None:
-    """Pages are recomputed whole behind others that were copied, by their own prefetch, and by one
-    whose pages were handed out: for a load that no forward pass has waited for."""
+    """Pages are recomputed whole behind others that were copied by a prefetch whose pages were
+    handed out: for a load that no forward pass has waited for."""
     with checked(checker, Partition(0, 0, 3)) as loading:
-        loading.begin("own", range(4), unread=3)
-        loading.arrived("own", 2)
-        loading.eager.end("own")
-
         loading.begin("handed out", range(4, 8))
         loading.eager.restore_arrived("handed out", 4)
         load = loading.plan(range(4, 8), loading.before_prefetch)

@@ -4,12 +4,10 @@ That each edge is missed is tested by ``tests/goldens/test_edges.py``, which als
 """
 
 from functools import partial
-from typing import Any
 
 import pytest
 
 from hcache_backend.prefetch import eager
-from hcache_backend.prefetch.eager import Recomputation
 from hcache_backend.restore.pipeline import RestorePipeline
 from tests.order import edges
 from tests.order.checker import Checker
@@ -48,15 +46,10 @@ def test_a_freed_host_page_is_not_written_before_the_device_is_done_with_it(
     assert what in {finding.what for finding in checker.findings}
 
 
-@pytest.mark.parametrize(
-    "known",
-    [(RestorePipeline, "handed_out", lambda pipeline: None), (Recomputation, "after", ())],
-    ids=["handed out", "of the same prefetch"],
-)
 def test_pages_are_not_recomputed_before_those_restored_ahead_are_there(
-    known: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(*known)
+    monkeypatch.setattr(RestorePipeline, "handed_out", lambda pipeline: None)
     checker = Checker()
     run(SCENARIOS["eager, behind what was restored ahead"], checker)
     assert "forward reads what hcache copy writes" in {f.what for f in checker.findings}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.prefetch.estimates import (
     LONGEST_PART_SECONDS,
     STALLED_SECONDS,
+    Estimate,
     waited_for_core,
 )
 from hcache_backend.prefetch.gate import Gpu
@@ -129,6 +131,36 @@ def test_the_front_of_an_earlier_hit_is_recomputed_first(gate: Gate) -> None:
     gate.to_end([at(gate, "a", reachable=0), at(gate, "b"), at(gate, "c")])
     left = gate._until_read(Hit(1000, 0, 0, 0, recomputing), gate.now)
     assert left == pytest.approx(0.75 + 9 / 7)
+
+
+def test_a_turn_estimates_no_more_if_more_hits_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Counter[str]()
+
+    def counted(of: type, name: str) -> None:
+        original = getattr(of, name)
+
+        def call(*args: Any, **others: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **others)
+
+        monkeypatch.setattr(of, name, call)
+
+    counted(Hit, "until_there")
+    counted(Estimate, "_median")
+    found = []
+    for hits in (50, 1000):
+        gate = Gate()
+        read(gate, 0.5, times=2)
+        names = [str(number) for number in range(hits)]
+        assert all(takes(gate, name) for name in names)
+        computing_a_thousand_a_second(gate)
+        running = [at(gate, name) for name in names]
+        calls.clear()
+        for _ in range(2):
+            gate.to_end(running)
+        found.append(dict(calls))
+    assert found[0] == found[1]
+    assert found[0]["_median"] <= 6 and found[0]["until_there"] <= 40
 
 
 def test_reads_that_are_queued_come_first(gate: Gate) -> None:
