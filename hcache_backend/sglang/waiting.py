@@ -146,8 +146,8 @@ def came(scheduler: Any, request: Any) -> None:
     info = cache.ongoing_prefetch.get(request.cache_request_handle)
     held = Held(request, None if info is None else info.operation)
     prefetches.held[request.rid] = held
-    tokens = held_tokens(prefetches.held.values()) + request.host_hit_length
-    if tokens <= _room(cache) and not prefetches.short_of_room:
+    there, short = request.host_hit_length, prefetches.short_of_room
+    if there and not short and held_tokens(prefetches.held.values()) + there <= _room(cache):
         _hold(cache, held)
 
 
