@@ -75,14 +75,6 @@ def test_a_page_that_is_filled_anew_is_not_unfit_any_more(again: str) -> None:
     assert not a.unfit(ids(0)).any()
 
 
-def test_the_proof_of_an_older_allocation_counts_for_nothing() -> None:
-    a = arena()
-    slots, ticket = promised(a)
-    a.allocated(slots[2:3])
-    a.prove(slots, ticket, np.ones(4, np.uint8))
-    assert a.problem(slots) == "rows not valid"
-
-
 @pytest.mark.parametrize("positions", [[1, 2, 3, 4], [0, 1, 3, 2], [4, 5, 6, 8]])
 def test_positions_must_follow_each_other_from_a_page_boundary(positions: list[int]) -> None:
     a = arena()

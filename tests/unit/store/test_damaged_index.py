@@ -93,6 +93,7 @@ HEADERS: dict[str, Damage] = {
     "read version 3": byte(19, 3),
     "no SQLite file": byte(0, 0),
     "a short file": cut,
+    "garbage": lambda file: file.write_bytes(b"garbage" * 2000),
 }
 
 
@@ -129,6 +130,9 @@ def test_damage_that_a_start_meets_is_mended(kind: str, memory_path: Path) -> No
     if store.stats.pages_evicted:
         pytest.fail(f"{store.stats.pages_evicted} pages were evicted by a damaged index")
     assert_mended(store, folder)
+    store.close()
+    with open_quiet(folder).disks[0].use() as opened:
+        assert not opened.index_is_partial, "opens without a scan"
 
 
 @pytest.mark.parametrize("kind", sorted(CELLS.keys() - {"an endless view"}))

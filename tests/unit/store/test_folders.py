@@ -225,26 +225,6 @@ def test_links_inside_are_not_followed(tmp_path: Path) -> None:
         open_quiet(folder)
 
 
-def test_a_lost_index_is_rebuilt_from_the_files(tmp_path: Path) -> None:
-    store = open_quiet(tmp_path / "store")
-    put(store, *range(10))
-    store.close()
-    for path in (tmp_path / "store" / "index").iterdir():
-        path.write_bytes(b"garbage" * 2000)
-    store = open_quiet(tmp_path / "store")
-    assert there(store, 1) == [False]
-    with store.disks[0].use() as folder:
-        assert folder.index_is_partial
-        assert find_unknown_files(folder, adopt=True).adopted == 10
-        folder.mark_index_complete()
-    assert assert_right_or_miss(store, *range(10)) == 10
-    assert_sound(store)
-    store.close()
-    store = open_quiet(tmp_path / "store")
-    with store.disks[0].use() as folder:
-        assert not folder.index_is_partial, "opens without a scan"
-
-
 def test_an_index_whose_file_is_deleted_under_two_stores_is_made_anew_once(tmp_path: Path) -> None:
     stores = [open_quiet(tmp_path / "store") for _ in range(2)]
     put(stores[0], *range(5))

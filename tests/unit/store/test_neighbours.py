@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from click.testing import Result
 from store_testing import (
     NAMESPACE,
     PAGE,
     assert_sound,
     content,
     get,
-    hcache_commands,
     key,
     memory,
     names,
@@ -26,7 +26,9 @@ from store_testing import (
     put,
     there,
 )
+from typer.testing import CliRunner
 
+from hcache_backend.cli.main import app
 from hcache_backend.format.units import Segment, SegmentTable, Shard
 from hcache_backend.store import NotOurFolderError, PageStore
 from hcache_backend.store.folder import MARKER
@@ -112,8 +114,15 @@ def test_what_is_no_file_is_no_marker(kind: str, tmp_path: Path) -> None:
     marker = tmp_path / "store" / MARKER
     marker.unlink()
     NO_FILES[kind](marker)
-    _, [(status, said), _] = hcache_commands([], tmp_path / "store", "stats", "doctor")
-    assert status == 2 and "is not a page store" in " ".join(said.split())
+    ends: list[Result] = []
+
+    def commands() -> None:
+        for command in ("stats", "doctor"):
+            asked = [command, "-d", str(tmp_path / "store"), "--json"]
+            ends.append(CliRunner().invoke(app, asked))
+
+    in_seconds(20, commands)
+    assert ends[0].exit_code == 2 and "is not a page store" in " ".join(ends[0].output.split())
     in_seconds(20, lambda: open_quiet(tmp_path / "store"))
     assert json.loads(marker.read_text())
     assert not marker.is_symlink()
