@@ -255,7 +255,9 @@ class OwnPagesPool(HostKVCache, HostPool):
         if layer_id == 0:
             self._restores = self._loads.launch(device_indices)
         for restore in self._restores:
-            restore.wait_for_layer(layer_id)
+            # Layers come in order, on one stream. A restore launched ahead has an event for many.
+            if not layer_id or restore.layers[layer_id] is not restore.layers[layer_id - 1]:
+                restore.wait_for_layer(layer_id)
         if layer_id == self.target_layer_num - 1:
             for callback in self.on_loaded:
                 callback(self.page_ids(host_indices), device_indices)

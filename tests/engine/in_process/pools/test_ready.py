@@ -14,11 +14,13 @@ from tests.kit.host import LAYERS, PAGE, Host, slots_of
 
 
 class Running:
-    """Notes which layers somebody waited for."""
+    """Notes which layers somebody waited for. Each of ``events`` is behind as many layers."""
 
     failed = None
 
-    def __init__(self) -> None:
+    def __init__(self, events: int = LAYERS) -> None:
+        made = [object() for _ in range(events)]
+        self.layers = [made[layer * events // LAYERS] for layer in range(LAYERS)]
         self.waited: list[int] = []
 
     def wait_for_layer(self, layer: int) -> None:
@@ -74,11 +76,12 @@ def prepared(device: list[int], ready: list[bool], whole: list[bool], *made: Any
 def test_missing_pages_are_transferred(
     there: list[bool], started: list[Any], pool: OwnPagesPool
 ) -> None:
-    early = [Running(), Running()]
+    early = [Running(1), Running()]
     pipeline = load(pool, [3, 1, 4], [5, 6, 2], prepared([5, 6, 2], there, there, *early))
     assert pipeline.started == started and pipeline.may_be_read
-    for restore in (*early, *([pipeline.restore] if started else [])):
-        assert restore.waited == list(range(LAYERS))
+    whole, layers = (restore.waited for restore in early)
+    assert (whole, layers) == ([0], [*range(LAYERS)]), "one wait for each event"
+    assert pipeline.restore.waited == (layers if started else [])
 
 
 def test_first_layers_are_recomputed_where_lacking(
