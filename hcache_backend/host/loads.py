@@ -143,19 +143,17 @@ class LoadQueue:
     def count_finished(self) -> None:
         """Count the restores that are done; never raises, because no count is worth a restore."""
         try:
-            reports = self._pipeline.finished()
+            for report in self._pipeline.finished():
+                metrics.TOKENS.count("restored", report.tokens)
+                for method, number in report.bytes.items():
+                    metrics.BYTES.count(f"restored_{method}", number)
+                metrics.STAGE_SECONDS.observe("restore", report.total_ms / 1e3)
+                self._restored(report.tokens, report.total_ms / 1e3)
+                for stream in ("copy", "compute"):
+                    metrics.STREAM_SECONDS.count(f"{stream}_busy", report.busy_ms(stream) / 1e3)
+                    metrics.STREAM_SECONDS.count(f"{stream}_idle", report.idle_ms(stream) / 1e3)
         except Exception:
             logger.exception("hcache: restores could not be counted")
-            return
-        for report in reports:
-            metrics.TOKENS.count("restored", report.tokens)
-            for method, number in report.bytes.items():
-                metrics.BYTES.count(f"restored_{method}", number)
-            metrics.STAGE_SECONDS.observe("restore", report.total_ms / 1e3)
-            self._restored(report.tokens, report.total_ms / 1e3)
-            for stream in ("copy", "compute"):
-                metrics.STREAM_SECONDS.count(f"{stream}_busy", report.busy_ms(stream) / 1e3)
-                metrics.STREAM_SECONDS.count(f"{stream}_idle", report.idle_ms(stream) / 1e3)
 
     @property
     def recomputes_pages(self) -> bool:

@@ -239,3 +239,13 @@ def test_dropped_loads_are_forgotten() -> None:
     add(loads, plan(loads, 0))
     loads.drop_queued()
     assert recomputed(loads) is None
+
+
+def test_a_count_that_fails_costs_no_restore(caplog: pytest.LogCaptureFixture) -> None:
+    """It is on the scheduler thread, behind a load."""
+    loads = queue(Partition(0, 4, 0))
+    report = SimpleNamespace(tokens=4, bytes={}, total_ms=0.0)
+    loads._pipeline.finished = lambda: [report]
+    loads._restored = lambda tokens, seconds: tokens / seconds
+    loads.count_finished()
+    assert "restores could not be counted" in caplog.text
