@@ -19,7 +19,7 @@ def longest_first(items: list[pytest.Item], long_results: Path | None) -> None:
     seconds = Counter[str]()
     if long_results is None:
         seconds.update(json.loads(SECONDS.read_text()))
-    else:
+    elif long_results.exists():
         for nodeid, result in json.loads(long_results.read_text()).items():
             seconds[nodeid.partition("::")[0]] += result["seconds"]
     items.sort(key=lambda item: -seconds[item.nodeid.partition("::")[0]])

@@ -60,4 +60,6 @@ class LongResults:
 
     def _write(self, results: dict[str, Any]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
+        new.replace(self._path)  # workers that still collect read it for the order of files
