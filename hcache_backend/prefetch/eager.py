@@ -285,6 +285,8 @@ class EagerRestores:
         ready = np.array([page is not None and page.restore is not None for page in found])
         whole = self.whole_pages(host_pages)
         restores = tuple(_using(handed))
+        # A slice that failed may still write pages that the load is going to write.
+        until_written(_using([page for page in handed if page.restore is None]))
         self._forget(handed)
         missing = len(found) - len(handed)
         self.make_free(missing)

@@ -171,6 +171,15 @@ def test_pages_of_a_slice_that_failed_wait_for_it_though_fewer_are_tried_again()
     assert failed.is_done
 
 
+def test_a_load_writes_pages_behind_a_slice_of_them_that_failed() -> None:
+    """It launched some layers, perhaps, and then the page came from L3 after all."""
+    scene = Scene(lacking=1)
+    scene.eager.reserve("a", ["x", "y"], np.array([0, 1]), unread=1)
+    [failed] = scene.recompute(2, failed=True)
+    assert ready(scene, [0]) == [False]
+    assert failed.is_done
+
+
 @pytest.mark.parametrize("taken", [0, 1, 2])
 def test_nothing_is_recomputed_behind_a_page_that_was_taken_away(taken: int) -> None:
     scene = Scene(lacking=1)
