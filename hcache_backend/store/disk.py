@@ -30,7 +30,6 @@ from hcache_backend.store.index import LAST_RANK, Entry, is_damaged
 from hcache_backend.store.stats import ProblemLog, StoreStats, logger
 
 _LOCK_SECONDS = 5.0
-_AT_ONCE = 128  # pages that are changed while the folder's lock is held once: some 30 ms
 _ERRORS_IN_A_ROW = 8
 _REST_SECONDS = 5.0
 _EVICTIONS_IN_VAIN = 3
@@ -235,9 +234,13 @@ class Disk:
         return self._ask(lambda folder: folder.index.rank_range(), None)
 
     def raise_ranks(self, ranks: Mapping[PageName, int]) -> None:
-        left = iter(ranks.items())
-        while some := dict(islice(left, _AT_ONCE)):
-            self._ask_alone(lambda folder, some=some: folder.index.raise_ranks(some))  # type: ignore[misc]
+        def work(folder: Folder) -> None:
+            left = iter(ranks.items())
+            while some := dict(islice(left, folder.lock.batch)):
+                with folder.lock.held(_LOCK_SECONDS, batch=len(some)):
+                    folder.index.raise_ranks(some)
+
+        self._ask(work, None, writing=True)
 
     def holds_file(self, name: PageName) -> bool:
         return self._ask(lambda folder: folder.has_file(name), False)
@@ -393,8 +396,9 @@ class Disk:
         try:
             with self.use(writing=True) as folder:
                 try:
-                    for first in range(0, len(batch), _AT_ONCE):
-                        self._enter(folder, batch[first : first + _AT_ONCE], deadline)
+                    left = iter(batch)
+                    while some := list(islice(left, folder.lock.batch)):
+                        self._enter(folder, some, deadline)
                 finally:
                     self.dirty = True
                     self._stats.add(bytes_copied=sum(write.copied for write in batch))
@@ -411,7 +415,7 @@ class Disk:
 
         def work() -> None:
             for tries_left in (2, 1, 0):  # another process may take the room that was made
-                with folder.lock.held(deadline - time.monotonic()):
+                with folder.lock.held(deadline - time.monotonic(), batch=len(batch)):
                     # The files are on the disk already: only room in the quota is missing.
                     room = room_for(folder, self._config, size, on_disk=size)
                     if room.bound is None or not tries_left:
@@ -490,8 +494,8 @@ class Disk:
             entries = folder.index.entries(namespace)
             doomed = (entry.name for entry in entries if writer in (None, entry.writer))
             dropped = 0
-            while some := list(islice(doomed, _AT_ONCE)):
-                with folder.lock.held(_LOCK_SECONDS):
+            while some := list(islice(doomed, folder.lock.batch)):
+                with folder.lock.held(_LOCK_SECONDS, batch=len(some)):
                     gone = [name for name in some if self._delete(folder, name)]
                     folder.index.remove(gone)
                 dropped += len(gone)

@@ -229,8 +229,10 @@ def evict(
     last: Entry | None = None
     stuck: list[PageName] = []
     while freed < wanted and folder.index.totals().bytes > target:
-        with folder.lock.held(deadline - time.monotonic()):
-            batch = [entry for entry in folder.index.oldest(after=last) if entry.rank < below]
+        number = folder.lock.batch
+        with folder.lock.held(deadline - time.monotonic(), batch=number):
+            oldest = folder.index.oldest(number, after=last)
+            batch = [entry for entry in oldest if entry.rank < below]
             gone = []
             for last in batch:
                 if freed >= wanted:

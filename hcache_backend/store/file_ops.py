@@ -85,7 +85,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _LONG = struct.calcsize("l")
 _GET_FLAGS, _SET_FLAGS = (2 << 30 | _LONG << 16 | 0x6601, 1 << 30 | _LONG << 16 | 0x6602)
 _TOP_OF_HIERARCHIES = 0x20000
-_SHORTEST_WAIT, _LONGEST_WAIT = 0.0002, 0.005
+_SHORTEST_WAIT, _LONGEST_WAIT, _PAUSE = 0.0002, 0.002, 0.003
+_HELD_SECONDS = 0.02  # that a lock is held for one batch, as far as batches can be made smaller
+_SMALLEST_BATCH, _FIRST_BATCH, _LARGEST_BATCH = 8, 128, 256
 
 
 class FileOps:
@@ -236,20 +238,27 @@ class LockedError(TimeoutError):
 class FolderLock:
     """The lock of one store folder, across threads and processes. Not reentrant. It is held to
     change the index or names of page files. A killed process lets go of it. ``fd`` is the lock
-    file, opened for this object alone; None locks nothing, in a folder that is only read."""
+    file, opened for this object alone; None locks nothing, in a folder that is only read.
+
+    ``batch``: how many pages to change while it is held once. It follows the time that the last
+    batches took, so that others wait for some 20 ms, or for a commit of the smallest batch.
+    Between two batches others get it."""
 
     def __init__(self, fd: int | None) -> None:
-        self._fd = fd
+        self._fd, self.batch, self._pause_until = fd, _FIRST_BATCH, 0.0
         self._thread_lock = threading.Lock()
 
     @contextmanager
-    def held(self, seconds: float) -> Iterator[None]:
-        """Hold the lock; a LockedError if it was not free within ``seconds``."""
+    def held(self, seconds: float, *, batch: int = 0) -> Iterator[None]:
+        """Hold the lock; a LockedError if it was not free within ``seconds``. Meanwhile a ``batch``
+        of so many pages is changed."""
         if self._fd is None:
             yield
             return
         late = LockedError(errno.ETIMEDOUT, "another user of the folder keeps its lock")
         deadline = time.monotonic() + seconds
+        if batch and (pause := self._pause_until - time.monotonic()) > 0:
+            time.sleep(pause)
         with ExitStack() as held:
             if not self._thread_lock.acquire(timeout=max(seconds, 0)):
                 raise late
@@ -261,7 +270,14 @@ class FolderLock:
                 time.sleep(wait)
                 wait = min(wait * 1.5, _LONGEST_WAIT)
             held.callback(fcntl.flock, self._fd, fcntl.LOCK_UN)
+            began = time.monotonic()
             yield
+            took = time.monotonic() - began
+            self._pause_until = began + took + _PAUSE
+            if took > _HELD_SECONDS and batch:
+                self.batch = max(_SMALLEST_BATCH, self.batch // 2)
+            elif took < _HELD_SECONDS / 2 and batch >= self.batch:
+                self.batch = min(_LARGEST_BATCH, 2 * self.batch)
 
 
 def try_lock(fd: int) -> bool:

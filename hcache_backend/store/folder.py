@@ -246,7 +246,7 @@ class Folder:
                     stack.push(opened.pop_all())
                     return alignment
             except OSError as error:
-                oldest = self.index.oldest()[:8] if file_ops.is_no_space(error) else []
+                oldest = self.index.oldest(8) if file_ops.is_no_space(error) else []
                 if not oldest:
                     raise
                 logger.warning("hcache: %s is full; its oldest pages go: %s", self.path, error)

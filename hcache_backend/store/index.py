@@ -71,7 +71,7 @@ SELECT page, files FROM pages WHERE page > ? ORDER BY page LIMIT ?)
 """
 _OLDEST = """
 SELECT group_concat(hex(mark)) FROM (
-SELECT mark FROM recency WHERE mark > ? ORDER BY mark LIMIT 64)
+SELECT mark FROM recency WHERE mark > ? ORDER BY mark LIMIT ?)
 """
 # Apart, so that each is one step in the tree.
 _ENDS = "SELECT (SELECT min(mark) FROM recency), (SELECT max(mark) FROM recency)"
@@ -176,10 +176,10 @@ class Index:
             if found is None:
                 return
 
-    def oldest(self, after: Entry | None = None) -> list[Entry]:
-        """Up to 64 entries, lowest rank first; those ``after`` an entry, which may be gone. The
+    def oldest(self, number: int, after: Entry | None = None) -> list[Entry]:
+        """The first ``number`` entries, lowest rank first, ``after`` one that may be gone. The
         folder's lock is held."""
-        [(found,)] = self._rows(_OLDEST, _mark(after) if after is not None else b"")
+        [(found,)] = self._rows(_OLDEST, _mark(after) if after else b"", number)
         marks = sorted(_from_hex(found))
         files = self._files([_unmark(mark)[1] for mark in marks])
         entries = {_mark(entry): entry for some in files.values() for entry in some}
@@ -368,10 +368,7 @@ class Index:
 
 def is_damaged(error: Exception) -> bool:
     """Whether an index that raised ``error`` has to be made anew."""
-    ours = isinstance(error, sqlite3.ProgrammingError) or not isinstance(
-        error, sqlite3.DatabaseError
-    )
-    return not ours and _code(error) not in _NO_DAMAGE
+    return isinstance(error, DamagedIndexError) or _code(error) not in (None, *_NO_DAMAGE)
 
 
 def _code(error: Exception) -> int | None:

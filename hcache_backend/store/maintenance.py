@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import PageName, parse_name
@@ -25,7 +26,6 @@ from hcache_backend.store.index import Entry
 from hcache_backend.store.stats import logger
 
 _LOCK_SECONDS = 30.0
-_FILES_AT_A_TIME = 64  # whose headers are read while the lock is held once
 _PAUSE_SECONDS = 1.0
 _RECENCY_SECONDS = 5.0
 
@@ -113,10 +113,11 @@ def find_unknown_files(
                 result.damaged.append((f"{bucket}/{file}", "it stands in the wrong folder"))
             elif name not in known:
                 names.append(name)
-        for start in range(0, len(names), _FILES_AT_A_TIME):
+        left = iter(names)
+        while some := list(islice(left, folder.lock.batch)):
             # Under the lock nothing evicts or replaces the file between look and entry.
-            with folder.lock.held(_LOCK_SECONDS):
-                found = _entries(folder, names[start : start + _FILES_AT_A_TIME], result)
+            with folder.lock.held(_LOCK_SECONDS, batch=len(some)):
+                found = _entries(folder, some, result)
                 if adopt:
                     folder.index.insert(found)
                     result.adopted += len(found)

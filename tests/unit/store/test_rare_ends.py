@@ -37,7 +37,7 @@ from store_testing import (
     put,
 )
 
-from hcache_backend.store import PageStore, folder, maintenance, page_store
+from hcache_backend.store import PageStore, file_ops, folder, maintenance, page_store
 from hcache_backend.store.disk import Disk
 from hcache_backend.store.file_ops import (
     BUFFERED,
@@ -207,6 +207,38 @@ def test_a_lock_is_waited_for_by_threads_and_by_none_that_only_looks(tmp_path: P
             pass
         with FolderLock(None).held(0.0):
             pass
+
+
+def test_batches_follow_the_time_that_they_take_and_let_others_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, sleeps = [0.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        clock[0] += seconds
+
+    instead = SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep)
+    monkeypatch.setattr(file_ops, "time", instead)
+    with (tmp_path / "lock").open("w") as file:
+        lock = FolderLock(file.fileno())
+
+        def batch_after(size: int, seconds: float, *, idle: float = 1.0) -> int:
+            clock[0] += idle
+            with lock.held(1, batch=size):
+                clock[0] += seconds
+            return lock.batch
+
+        assert [batch_after(lock.batch, 0.005) for _ in range(2)] == [256, 256]
+        assert batch_after(256, 0.015) == 256
+        assert batch_after(8, 0.005) == 256
+        assert batch_after(0, 5.0) == 256
+        assert [batch_after(lock.batch, 0.021) for _ in range(6)] == [128, 64, 32, 16, 8, 8]
+        assert not sleeps
+        batch_after(8, 0.015, idle=0.0)
+        assert sleeps == [pytest.approx(0.003)]
+        batch_after(0, 0.015, idle=0.0)
+        assert len(sleeps) == 1
 
 
 def test_system_calls_that_fail_or_do_nothing_are_errors() -> None:
