@@ -11,7 +11,6 @@ import pytest
 from bench.harness.server import Server
 from bench.harness.trace import traced
 from hcache_backend.cli.metrics_page import fetch
-from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.plan.restore import Partition, describe
 from tests.engine.harness import ours
 from tests.engine.harness.conversations import (
@@ -23,8 +22,6 @@ from tests.engine.harness.conversations import (
 )
 
 pytestmark = pytest.mark.engine
-
-LAYOUT = PageLayout(64, (hidden_layer(64, 256 * 4, 256),) * 4)
 
 
 def converse_at_once(
@@ -79,8 +76,8 @@ def test_spans_behind_a_prefix_of_several_requests(model: Path, tmp_path: Path) 
 
 
 def test_stored_layers_are_recomputed_if_that_is_faster(model: Path, tmp_path: Path) -> None:
-    # A layer takes as long over the bus as by computation: two of four are recomputed, although
-    # all are stored.
+    # By the profile a layer takes as long over the bus as by computation, so two of four would be
+    # recomputed, although all are stored. Prefills show that computing is much faster: all are.
     profile = ours.slow_profile(tmp_path, hidden_copy=1.0, dense=1.0)
     hcache = {"profile": str(profile), "restore": "layerwise"}
     options = ours.our_server(
@@ -98,8 +95,7 @@ def test_stored_layers_are_recomputed_if_that_is_faster(model: Path, tmp_path: P
         assert sum(hit.host for hit in cached) >= 300, cached
         ours.assert_nothing_went_wrong(server)
         counted = fetch(server.url).counters
-        two_layers = 2 * LAYOUT.segment_bytes[0] // 64 * counted["tokens"]["restored"]
-        assert counted["bytes"]["restored_hidden"] == two_layers
+        assert counted["tokens"]["restored"] and "restored_hidden" not in counted["bytes"]
     ours.assert_no_cache_output(model, conversations)
 
 
