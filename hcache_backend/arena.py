@@ -308,8 +308,8 @@ class Arena:
         self._unproven.difference_update(host_pages[settled].tolist())
 
     def host_freed(self, host_pages: Ids) -> ShadowChanges:
-        """HiCache freed ``host_pages``: tokens still on the device take their rows back. All that
-        happened to their slots must be known, and recomputed rows must be there."""
+        """HiCache freed ``host_pages``: tokens still on the device take their rows back as shadows.
+        All that happened to their slots must be known, and recomputed rows must be there."""
         self.stop_waiting(host_pages)
         linked = host_pages[self._device_page[host_pages] >= 0]
         rows = self._rows.reshape(-1, self.layout.page_size)[self._device_page[linked]]

@@ -87,7 +87,7 @@ class Ledger:
         self._proofs: deque[Proof] = deque()
 
     def pass_begins(self) -> None:
-        """Call before the engine launches a forward pass."""
+        """Before the engine launches a forward pass: apply what is known of earlier ones."""
         try:
             self.settle(wait=False)
         finally:

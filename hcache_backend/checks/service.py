@@ -101,8 +101,8 @@ class _Checks(ABC, Generic[_Layer, _Left]):
         self._proposal: Proposal | None = None
 
     def transferred(self, host_pages: Ids, slots: torch.Tensor) -> None:
-        """Pages (int64 ``[n]``) are copied to or from ``slots`` (int64 ``[n * page_size]``, on the
-        device) when the current stream gets here."""
+        """Begin to check one of these pages, if it is due. They (int64 ``[n]``) are copied to or
+        from ``slots`` (int64 ``[n * page_size]``, on the device) on the current stream."""
         size, i = self._pool.page_size, self._choose(len(host_pages))
         if i is None or self._tired or len(self._waiting) >= _WAITING:
             return
@@ -124,7 +124,7 @@ class _Checks(ABC, Generic[_Layer, _Left]):
 
     @abstractmethod
     def _parts(self, host_page: int, layers: Sequence[_Layer]) -> deque[_Left]:
-        """:attr:`_Check.left` of a page."""
+        """The parts of a page that are compared one after the other, one in a turn."""
 
     @abstractmethod
     def _launch(self, check: _Check[_Left], layers: Sequence[_Layer], slots: torch.Tensor) -> None:

@@ -311,6 +311,7 @@ class Start:
             self.step(check.restore, projector)
 
     def _observe(self) -> Probe:
+        """Run the probe's tokens through the model, and note what its attention modules do."""
         of_model = self._runner.model, self._kvcache.layer_num
         modules = self.step(passes.attention_modules, *of_model)
         calls = not holds_latents(self._kvcache)  # nothing is projected to latents
