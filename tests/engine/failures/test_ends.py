@@ -122,13 +122,3 @@ def test_priorities_that_would_lose_requests(model: Path, tmp_path: Path) -> Non
     ) as fine:
         replies = converse(fine, make_conversations(2, turns=2), concurrent=True)
     ours.assert_no_cache_output(model, replies)
-
-
-def test_memory_is_released_right_after_a_reply(model: Path, tmp_path: Path) -> None:
-    """SGLang ends a server that does that while a backup runs, which an L3 makes likely."""
-    options = ours.our_server(model, tmp_path, hcache={"mode": "kv"}, max_total_tokens=8192)
-    with Server(options) as server:
-        for seed in range(8):
-            server.generate(random_tokens(1500, seed), 4)
-            server.release_memory()
-        ours.assert_nothing_went_wrong(server)
