@@ -267,6 +267,11 @@ class Server:
         if not answer.json()["success"]:
             raise self.error(f"update_weights_from_disk: {answer.text}")
 
+    def release_memory(self) -> None:
+        """Give up the KV pool's memory, as RL trainers ask for it, and take it back."""
+        for what in ("release", "resume"):
+            self._done(f"/{what}_memory_occupation", json={"tags": ["kv_cache"]})
+
     def _done(self, path: str, **options: Any) -> requests.Response:
         answer = self._request("POST", path, **options)
         if answer.status_code != 200:

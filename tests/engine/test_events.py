@@ -26,7 +26,12 @@ class Subscriber:
         self._events: list[dict[str, Any]] = []
         self._socket = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._handshakes = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._socket.connect(f"tcp://127.0.0.1:{port}")
+
+    def is_connected(self) -> bool:
+        """A publisher drops what it publishes before."""
+        return bool(self._handshakes.poll(50))
 
     def heard(self, kind: str) -> list[dict[str, Any]]:
         """Events of that kind about L3 that have come so far."""
@@ -55,6 +60,7 @@ def test_a_subscriber_hears_what_l3_stores_and_evicts(
     )
     subscriber = Subscriber(port)
     with Server(options) as server:
+        server.until(subscriber.is_connected, "a subscriber")
         prompts = [random_tokens(TOKENS, 40 + number) for number in range(3)]
         for number, prompt in enumerate(prompts, 1):
             server.generate(prompt, 1)

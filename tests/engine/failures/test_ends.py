@@ -122,3 +122,21 @@ def test_priorities_that_would_lose_requests(model: Path, tmp_path: Path) -> Non
     ) as fine:
         replies = converse(fine, make_conversations(2, turns=2), concurrent=True)
     ours.assert_no_cache_output(model, replies)
+
+
+def test_memory_is_released_right_after_a_reply(model: Path, tmp_path: Path) -> None:
+    """SGLang ends a server that does that while a backup runs, which an L3 makes likely, or in the
+    turn of the last reply, which is long on a busy machine."""
+    options = ours.our_server(
+        model,
+        tmp_path,
+        hcache={"mode": "kv"},
+        max_total_tokens=8192,
+        extra_env=ours.faulty("turns_end_late", trigger := tmp_path / "late"),
+    )
+    with Server(options) as server:
+        for seed in range(8):
+            server.generate(random_tokens(1500, seed), 4)
+            server.release_memory()
+            trigger.unlink() if trigger.exists() else trigger.touch()
+        ours.assert_nothing_went_wrong(server)

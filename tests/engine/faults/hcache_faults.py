@@ -191,6 +191,18 @@ def _slow_prefill() -> None:
     around(Scheduler, "run_batch", slow)
 
 
+def _late_turns() -> None:
+    """A turn goes on for 0.3 s after the last replies: the next message is of the same state."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    def late(process: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+        process(self, batch, *args, **kwargs)
+        if _active() and all(req.finished() for req in batch.reqs):
+            time.sleep(0.3)
+
+    around(Scheduler, "process_batch_result", late)
+
+
 def _report(tell: Callable[[], object]) -> Callable[[], None]:
     """No fault: whenever the trigger is there and empty, write what ``tell`` says into it."""
 
@@ -409,6 +421,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "wrong_save": lambda: hcache_rows.wrong_save(_active),
     "disk": _disk,
     "slow_prefill": _slow_prefill,
+    "turns_end_late": _late_turns,
     "prefetches_held": lambda: hcache_restores.hold_prefetches(_active),
     "other_format": hcache_restores.other_format,
     "layer_held": lambda: hcache_restores.hold_a_layer(_active),
