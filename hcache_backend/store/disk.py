@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -235,10 +234,9 @@ class Disk:
 
     def raise_ranks(self, ranks: Mapping[PageName, int]) -> None:
         def work(folder: Folder) -> None:
-            left = iter(ranks.items())
-            while some := dict(islice(left, folder.lock.batch)):
+            for some in folder.lock.batches(ranks.items()):
                 with folder.lock.held(_LOCK_SECONDS, batch=len(some)):
-                    folder.index.raise_ranks(some)
+                    folder.index.raise_ranks(dict(some))
 
         self._ask(work, None, writing=True)
 
@@ -396,8 +394,7 @@ class Disk:
         try:
             with self.use(writing=True) as folder:
                 try:
-                    left = iter(batch)
-                    while some := list(islice(left, folder.lock.batch)):
+                    for some in folder.lock.batches(batch):
                         self._enter(folder, some, deadline)
                 finally:
                     self.dirty = True
@@ -494,7 +491,7 @@ class Disk:
             entries = folder.index.entries(namespace)
             doomed = (entry.name for entry in entries if writer in (None, entry.writer))
             dropped = 0
-            while some := list(islice(doomed, folder.lock.batch)):
+            for some in folder.lock.batches(doomed):
                 with folder.lock.held(_LOCK_SECONDS, batch=len(some)):
                     gone = [name for name in some if self._delete(folder, name)]
                     folder.index.remove(gone)

@@ -13,11 +13,12 @@ import sqlite3
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,8 @@ from hcache_backend.store.stats import logger
 MODULES = Path("/proc/modules")
 GDS_DRIVER = Path("/proc/driver/nvidia-fs/devcount")
 UDEV = Path("/run/udev")
+
+_Item = TypeVar("_Item")
 
 
 class KvikioState(NamedTuple):
@@ -247,6 +250,12 @@ class FolderLock:
     def __init__(self, fd: int | None) -> None:
         self._fd, self.batch, self._pause_until = fd, _FIRST_BATCH, 0.0
         self._thread_lock = threading.Lock()
+
+    def batches(self, items: Iterable[_Item]) -> Iterator[list[_Item]]:
+        """Batches of pages to change, each while the lock is held once."""
+        left = iter(items)
+        while some := list(islice(left, self.batch)):
+            yield some
 
     @contextmanager
     def held(self, seconds: float, *, batch: int = 0) -> Iterator[None]:

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import PageName, parse_name
@@ -113,8 +112,7 @@ def find_unknown_files(
                 result.damaged.append((f"{bucket}/{file}", "it stands in the wrong folder"))
             elif name not in known:
                 names.append(name)
-        left = iter(names)
-        while some := list(islice(left, folder.lock.batch)):
+        for some in folder.lock.batches(names):
             # Under the lock nothing evicts or replaces the file between look and entry.
             with folder.lock.held(_LOCK_SECONDS, batch=len(some)):
                 found = _entries(folder, some, result)

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -367,7 +368,7 @@ def test_failed_writes_rest_writing_and_reads_go_on(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+    clock = SimpleNamespace(now=time.monotonic(), monotonic=lambda: clock.now)
     monkeypatch.setattr("hcache_backend.store.disk.time", clock)
     refuses: list[int] = []
     ops = ops_that(write=broken(getattr(errno, code), lambda *arguments: bool(refuses)))

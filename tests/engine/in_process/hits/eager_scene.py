@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +50,21 @@ class Scene:
     def reserve(self, *host_pages: int, arrived: int = 0) -> None:
         self.eager.reserve("prefetch", host_pages, np.array(host_pages))
         self.eager.restore_arrived("prefetch", arrived)
+
+
+def hicache(lost: Callable[[], bool] = lambda: False) -> Any:
+    """HiCache whose tree has a front of ``SIZE`` tokens on the device, if it is not ``lost``."""
+    on_device = torch.zeros(SIZE, dtype=torch.int64)
+    return SimpleNamespace(
+        prefetch_stop_policy="wait_complete",
+        cache_controller=SimpleNamespace(tp_group=None, after_forwards=lambda stream: None),
+        ongoing_prefetch={},
+        tree_core=SimpleNamespace(
+            empty_match_result=SimpleNamespace(last_device_node=-1),
+            is_full_device_evicted=lambda node: lost(),
+            collect_full_device_indices=lambda *_: on_device,
+        ),
+    )
 
 
 def pages_in(slots: torch.Tensor) -> set[int]:

@@ -14,7 +14,7 @@ from hcache_backend.prefetch.slices import Pace, SliceBudget
 from hcache_backend.ranks import Turn
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import WorkerStream
-from tests.engine.in_process.hits.eager_scene import PAGES, SIZE, Scene
+from tests.engine.in_process.hits.eager_scene import PAGES, SIZE, Scene, hicache
 from tests.kit.prefetch import Operation
 from tests.kit.scheduler import around
 from tests.kit.turns import Reduce, alone, turn_of
@@ -73,16 +73,7 @@ class Fronts:
         self.l3 = self.eager._l3
         self.l3.seconds_to_read = lambda tokens, **_: tokens * self.seconds_to_read
         self.loads, self.pool = self.eager._loads, self.eager._pool
-        self.cache = SimpleNamespace(
-            prefetch_stop_policy="wait_complete",
-            cache_controller=SimpleNamespace(tp_group=None, after_forwards=lambda stream: None),
-            ongoing_prefetch={},
-            tree_core=SimpleNamespace(
-                empty_match_result=SimpleNamespace(last_device_node=-1),
-                is_full_device_evicted=lambda node: not self.known,
-                collect_full_device_indices=lambda *_: torch.zeros(SIZE, dtype=torch.int64),
-            ),
-        )
+        self.cache = hicache(lost=lambda: not self.known)
 
     def begin(self, pages: int = 8) -> Any:
         """A prefetch begins; what HiCache knows of it."""

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +17,7 @@ from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.sglang import controller
 from hcache_backend.sglang.controller import BatchedReads, apply_reports
 from hcache_backend.streams import CallerStream, Door, Stream, through
-from tests.engine.in_process.hits.eager_scene import SIZE, Scene
+from tests.engine.in_process.hits.eager_scene import SIZE, Scene, hicache
 from tests.kit.prefetch import Operation
 from tests.kit.turns import turn_of
 
@@ -55,17 +54,7 @@ class Server:
                 pool={"arena": arena, "save_recomputed": lambda *_: None},
                 l3=self.l3,
             )
-        on_device = torch.zeros(SIZE, dtype=torch.int64)
-        self.cache = SimpleNamespace(
-            prefetch_stop_policy="wait_complete",
-            cache_controller=SimpleNamespace(tp_group=None, after_forwards=lambda stream: None),
-            ongoing_prefetch={},
-            tree_core=SimpleNamespace(
-                empty_match_result=SimpleNamespace(last_device_node=-1),
-                is_full_device_evicted=lambda node: False,
-                collect_full_device_indices=lambda *_: on_device,
-            ),
-        )
+        self.cache = hicache()
         self.pages = pages
 
     def _layer(self, tokens: int, prefix: float) -> float:
