@@ -133,7 +133,8 @@ def _take_file(mode: str) -> None:
     if path in _held:
         return
     new = path.with_suffix(".new")  # it counts once it is locked and has Prometheus' header
-    held = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    new.unlink(missing_ok=True)  # of an earlier process, or a link that somebody laid
+    held = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     fcntl.flock(held, fcntl.LOCK_EX)
     os.pwrite(held, struct.pack("i", 8).ljust(1 << 16, b"\0"), 0)
     for other in folder.glob(f"gauge_{mode}_*.db"):

@@ -336,6 +336,17 @@ def test_gauges_of_living_ranks_stay_also_in_another_container(tmp_path: Path) -
         assert shown(tmp_path) == values("plain", captured=3)
 
 
+def test_a_link_in_the_folder_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    (tmp_path / "other").write_text("of somebody")
+    (tmp_path / f"gauge_livemax_{os.getpid()}.new").symlink_to(tmp_path / "other")
+    metrics._take_file("livemax")
+    os.close(metrics._held.pop(tmp_path / f"gauge_livemax_{os.getpid()}.db"))
+    assert (tmp_path / "other").read_text() == "of somebody"
+
+
 def test_every_gauge_is_of_a_living_process() -> None:
     gauges = [metrics.MODE, metrics.CAPABILITY, metrics.SUSPENDED, metrics.CODEC, metrics.SHARED]
     every = [metric for metric in metrics.ALL if isinstance(metric.family, Gauge)]
