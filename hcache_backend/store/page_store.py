@@ -164,8 +164,10 @@ class PageStore:
         if shard != WHOLE:  # used together with the shards of other ranks
             self._recency.note(namespace, [*prefix, *keys])
         if self._config.durability == "always":
+            # Another thread or process may not have synced a page that was there.
+            asked = {disk for files in covers for disk, *_ in files}
             for disk in self.disks:
-                if disk.dirty and not disk.flush():
+                if (disk.dirty or disk in asked) and not disk.flush():
                     done = [False] * len(done)
         return done
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,6 +27,7 @@ from store_testing import (
     names,
     open_files,
     open_quiet,
+    ops_that,
     put,
     there,
 )
@@ -162,6 +164,22 @@ def scenario(folder: Path, ops: FileOps) -> None:
         put(store, 13)
     finally:
         store.close()
+
+
+def test_a_page_is_there_always_once_it_is_synced(memory_path: Path) -> None:
+    """Its file may be of another thread or process, which syncs it only now."""
+    syncs = Counter[str]()
+    first, second = (
+        open_quiet(
+            memory_path / "store",
+            ops=ops_that(sync=lambda fd, part=part: syncs.update([part])),
+            durability=durability,
+        )
+        for part, durability in (("first", "none"), ("second", "always"))
+    )
+    assert put(first, 1) == [True] and not syncs
+    assert put(second, 1) == [True] and syncs == {"second": 1}
+    first.close(), second.close()
 
 
 def test_the_scenario_covers_every_operation(
