@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import ByteSize
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
-from typer import Argument, Exit, Option, echo
+from typer import Argument, BadParameter, Exit, Option, echo
 
-from hcache_backend.config import HCacheConfig, options_from_environment, parse_config
+from hcache_backend.config import Bytes, HCacheConfig, options_from_environment, parse_config
 from hcache_backend.plan import model_config
 from hcache_backend.plan.model_shape import PlannedCodec
 from hcache_backend.server_report import ServerReport
@@ -33,6 +34,7 @@ Model = Annotated[Path, Option("--model", "-m", help=MODEL_HELP)]
 Codec = Annotated[PlannedCodec, Option(help="Option `codec` of the server.")]
 Ranks = Annotated[int, Option("--tp", min=1, help="Tensor-parallel ranks.")]
 
+_COUNT: TypeAdapter[int] = TypeAdapter(Annotated[Bytes, Field(ge=1)])
 _DIGITS = {"namespace": 8, "key": 12, "writer": 8}  # that tables show
 _WIDE = 10_000  # of what is no terminal: a program that reads a table wants a row in one line
 
@@ -79,6 +81,19 @@ def existing_store(*dirs: Sequence[Path] | None, **options: object) -> HCacheCon
         if not is_store_folder(path):
             raise Failure(f"{path} is not a page store. Name one, or set HCACHE_CONFIG")
     return config
+
+
+def counted(help: str) -> Any:
+    """An option whose value is a number of things."""
+    return Option(parser=_count, metavar="COUNT", help=help)
+
+
+def _count(text: object) -> int:
+    # The units are those of sizes in options. A default is a number already.
+    with contextlib.suppress(ValidationError):
+        if not str(text).lower().endswith(("b", "bytes")):
+            return _COUNT.validate_python(text)
+    raise BadParameter(f"{text!r} must be a whole number from 1, such as 60000, 60K or 1.5M")
 
 
 def served_model(path: Path, tp: int = 1) -> model_config.Model:

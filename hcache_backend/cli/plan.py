@@ -14,7 +14,7 @@ from typer import Argument, Option
 
 from hcache_backend.cli import common
 from hcache_backend.cli.common import Failure, say, table
-from hcache_backend.config import HCacheConfig, nearest
+from hcache_backend.config import HCacheConfig
 from hcache_backend.format.file import file_layout
 from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer
 from hcache_backend.format.units import Segment, units_per_group
@@ -43,7 +43,7 @@ def plan(
     model: common.Model,
     hardware: Annotated[str, Option("--hardware", "-w", help=f"A profile's file, or {_NAMES}.")],
     ssds: Annotated[int | None, Option(min=0, help="Of L3, 6.9 GB/s each; 0: host memory.")] = None,
-    tokens: Annotated[int, Option(min=1, help="Tokens to restore.")] = 1024,
+    tokens: Annotated[int, common.counted("Tokens to restore.")] = 1024,
     tp: common.Ranks = 1,
     restore: Annotated[RestorePath, Option(help="Option `restore` of the server.")] = "auto",
     codec: common.Codec = "auto",
@@ -58,7 +58,7 @@ def plan(
     shape, sides, dtype = common.served_model(model, tp)
     profile = _profile(hardware, ssds)
     extra = []
-    if hardware in PRESETS and dtype == "float32":
+    if profile.model is None and dtype == "float32":  # assumed numbers are those of a GPU
         shape, dtype = shape.model_copy(update={"element_bytes": 2}), "float16"
         extra.append("float32 is planned as 16 bits: so SGLang serves it on a GPU")
     plain, shape = shape, encoded(shape, codec, dtype, tp=tp)
@@ -92,10 +92,10 @@ def _apply(folder: Path, shape: ModelShape, partition: Partition) -> None:
 
 def _profile(hardware: str, ssds: int | None) -> Profile:
     """The profile of ``--hardware``; raises a Failure or a ConfigError."""
-    if hardware in PRESETS:
-        return preset_profile(hardware, ssds or 0)
+    if (preset := hardware.lower()) in PRESETS:
+        return preset_profile(preset, ssds or 0)
     if not Path(hardware).exists():
-        hint = nearest(hardware, PRESETS, "the presets are ")
+        hint = f"the presets are {_NAMES}; make one with `hcache profile`"
         raise Failure(f"--hardware {hardware!r} is neither a preset nor a file; {hint}")
     profile = load_profile(Path(hardware))
     if ssds:
@@ -298,9 +298,9 @@ def sizing(
 
 def size(
     model: Annotated[Path, Argument(help=common.MODEL_HELP)],
-    conversations: Annotated[int, Option(min=1, help="Conversations to keep.")],
-    tokens: Annotated[int, Option(min=1, help="Tokens of each conversation.")],
-    device_tokens: Annotated[int | None, Option(min=1, help="Tokens in the GPU's KV pool.")] = None,
+    conversations: Annotated[int, common.counted("Conversations to keep.")],
+    tokens: Annotated[int, common.counted("Tokens of each conversation.")],
+    device_tokens: Annotated[int | None, common.counted("Tokens in the GPU's KV pool.")] = None,
     mode: Annotated[Mode, Option(help="Option `mode` of the server.")] = "auto",
     codec: common.Codec = "auto",
     tp: common.Ranks = 1,

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -128,7 +127,8 @@ class PartitionPlan:
         }
 
     def binds(self, choice: str) -> Resource:
-        return _busiest(self.busy(choice))
+        busy = self.busy(choice)
+        return max(busy, key=lambda resource: busy[resource])
 
     @property
     def refused(self) -> bool:
@@ -188,7 +188,6 @@ class PartitionPlan:
                 f"a hit that is read whole keeps L3 busy for {busy * 1e3:,.1f} ms, so L3 reads at "
                 f"most {1 / busy:,.1f} of them per second"
             )
-            found += self._other_path()
         if self.restore == "auto" and self.tp > 1 and (partition.hidden or model.latent):
             what = "latents" if model.latent else "hidden states"
             where = "on GPUs of several tensor-parallel ranks"
@@ -205,22 +204,6 @@ class PartitionPlan:
                 "times as fast (option 'min_gain'); hits in host memory are restored"
             )
         return found
-
-    def _other_path(self) -> list[str]:
-        """Note on the other value of option ``restore``."""
-        if self.l3 == "overlapped":
-            first = self._simulated(self.partition, self.tokens, "first") * 1e3
-            return [
-                "L3 is read while layers are restored; all of it read first (HiCache's prefetch, "
-                f"--restore layerwise) this partition takes {first:,.1f} ms"
-            ]
-        meanwhile = replace(self, restore="auto")
-        if self.restore == "auto" or meanwhile.l3 == "first":
-            return []
-        return [
-            "L3 is read before layers are restored; read meanwhile (--restore auto) a hit takes "
-            f"{meanwhile.seconds('mix') * 1e3:,.1f} ms"
-        ]
 
     def report(self) -> dict[str, Any]:
         model = self.model
@@ -271,7 +254,3 @@ class PartitionPlan:
         """True if a server computes such a hit; it judges as if all stored layers were read."""
         computing = self.machine.prefill(tokens, 0)
         return self.profile.l3 is not None and computing <= self._seconds(self.stored, tokens)
-
-
-def _busiest(busy: Mapping[Resource, float]) -> Resource:
-    return max(busy, key=lambda resource: busy[resource])

@@ -84,9 +84,13 @@ def test_by_default_values_of_16_bits_are_encoded() -> None:
     assert sizes["auto"] == sizes["exp3"] < sizes["exp4"] < 0.78 * sizes["none"]
 
 
-def size(model: str, *options: str) -> str:
+def arguments(model: str, *options: str) -> list[str]:
     given = ["size", str(CONFIGS / f"{model}.json"), "--conversations", "2000", "--tokens", "16384"]
-    done = CliRunner().invoke(app, [*given, *options], env={"COLUMNS": "80"})
+    return [*given, *options]
+
+
+def size(model: str, *options: str) -> str:
+    done = CliRunner().invoke(app, arguments(model, *options), env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
     return done.output
 
@@ -112,3 +116,12 @@ def test_json_has_the_options() -> None:
     found = json.loads(size("llama-3-8b", "--json"))
     assert found["pages"] == 2000 * 16384 // 64
     assert found["hicache_size"] == 3081 and found["quota_bytes"] == found["disk_bytes"]
+
+
+@pytest.mark.parametrize("option", ["conversations", "tokens", "device_tokens"])
+def test_counts_have_units(option: str) -> None:
+    given = f"--{option.replace('_', '-')}"
+    found = {text: json.loads(size("llama-3-8b", given, text, "--json")) for text in ("3k", "3000")}
+    assert found["3k"] == found["3000"] != json.loads(size("llama-3-8b", "--json"))
+    done = CliRunner().invoke(app, arguments("llama-3-8b", given, "3kB"))
+    assert done.exit_code == 2 and f"'{given}': '3kB' must be" in done.stderr

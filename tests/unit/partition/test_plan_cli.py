@@ -243,13 +243,16 @@ def test_a_profile_of_another_model_is_taken_over_and_said(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("llama-2-7b", ("-w", "a100-40"), "did you mean 'a100-40g'"),
-        ("llama-2-7b", ("-w", "abacus"), "the presets are a100-40g"),
+        ("llama-2-7b", ("-w", "a100-40"), "the presets are a100-40g, a30, "),
+        ("llama-2-7b", ("-w", "abacus"), "make one with `hcache profile`"),
         ("llama-2-7b", ("--tp", 3), "--tp 3: must divide the model's 32"),
         ("gemma-3-12b", ("--tp", 32), "16 attention heads"),
         ("few heads", ("--tp", 3), "4 KV heads, or be a multiple"),
         ("nowhere", (), "cannot read"),
-        ("llama-2-7b", ("--tokens", 0), "--tokens"),
+        *(
+            ("llama-2-7b", ("--tokens", wrong), f"'--tokens': '{wrong}' must be a whole number")
+            for wrong in (0, -5, "1.5", "60KB", "1,5K", "many", "60 bytes")
+        ),
         ("llama-2-7b", ("--tp", 0), "--tp"),
         ("llama-2-7b", ("--ssds", -1), "--ssds"),
         ("llama-2-7b", ("--restore", "lazy"), "--restore"),
@@ -276,6 +279,16 @@ def test_bad_input_is_named(
     preset_profile("h100").save(tmp_path / "h100.json")
     model = next(CONFIGS.glob(f"{name}.json"), tmp_path / f"{name}.json")
     assert message in said("plan", "-m", model, "-w", "h100", *options)
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens"),
+    [("60K", 60_000), ("3k", 3_000), ("1.5M", 1_500_000), ("16Ki", 16_384), ("60,000", 60_000)],
+)
+def test_numbers_of_tokens_have_units_and_presets_any_case(given: str, tokens: int) -> None:
+    found = plan("llama-3-8b", "H100", "--tokens", given)
+    assert found["tokens"] == tokens
+    assert found["predicted_ms"] == plan("llama-3-8b", "h100", "--tokens", tokens)["predicted_ms"]
 
 
 def test_without_matplotlib_a_picture_is_refused(
