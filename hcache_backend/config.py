@@ -24,7 +24,7 @@ CONFIG_VARIABLE = "HCACHE_CONFIG"
 PROJECTION_VARIABLE = "HCACHE_PROJECTION"
 OUR_BACKEND = {"module_path": "hcache_backend", "class_name": "HCacheStorage"}  # for SGLang
 
-_OUR_KEYS = ("backend_name", "module_path", "class_name", "interface_v1", "hcache")
+OUR_KEYS = ("backend_name", "module_path", "class_name", "interface_v1", "hcache")
 _SGLANG_KEYS: dict[str, tuple[type, ...]] = {
     # SGLang removes these before it builds a backend; its versions differ in the set.
     "prefetch_threshold": (int,),
@@ -32,7 +32,7 @@ _SGLANG_KEYS: dict[str, tuple[type, ...]] = {
     "prefetch_timeout_per_ki_token": (int, float),
     "prefetch_timeout_max": (int, float),
     "hicache_storage_pass_prefix_keys": (bool,),
-    "tp_lcm_size": (object,),  # a start knows which numbers are right
+    "tp_lcm_size": (int,),  # a start knows which numbers are right
 }
 
 
@@ -219,6 +219,9 @@ def _mapping(options: object, source: str) -> Mapping[str, object]:
     if options is not None and not isinstance(options, Mapping):
         right = 'must be a table of options, such as {"dirs": ["/mnt/ssd0/hcache"]}'
         raise ConfigError(f"{source}: {right}, not a {type(options).__name__}")
+    if outside := [repr(key) for key in (*OUR_KEYS, *_SGLANG_KEYS) if key in (options or {})]:
+        where = "in SGLang's extra config, outside of the table 'hcache', which has the options"
+        raise ConfigError(f"{source}: {', '.join(outside)} must stand {where}")
     return options or {}
 
 
@@ -229,7 +232,7 @@ def check_extra_config(extra: Mapping[str, Any]) -> None:
         if not isinstance(value, _SGLANG_KEYS.get(key, object)):
             right = " or ".join(kind.__name__ for kind in _SGLANG_KEYS[key])
             raise ConfigError(f"extra config: {key!r} is {value!r}; it must be of type {right}")
-        if key not in (known := (*_OUR_KEYS, *_SGLANG_KEYS)):
+        if key not in (known := (*OUR_KEYS, *_SGLANG_KEYS)):
             if key in HCacheConfig.model_fields:
                 hint = f'it belongs under the key \'hcache\': {{"hcache": {{"{key}": ...}}}}'
             else:

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import shutil
+import sqlite3
+import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from rich.text import Text
-from typer import Argument
+from typer import Argument, Option
 
 from hcache_backend import config as options
 from hcache_backend.cli import common
 from hcache_backend.cli.common import human_bytes
+from hcache_backend.cli.store import opened
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.contract import check as contract
+from hcache_backend.format.units import SHARD_COUNTS
 from hcache_backend.plan.profile import Profile
 from hcache_backend.plan.record import PartitionRecord, kept_profiles, records
 from hcache_backend.plan.restore import describe
@@ -34,6 +40,8 @@ from hcache_backend.store.folder import existing_part, file_system_of, why_not
 
 _PROBE_BYTES = 64 << 20
 _PIECE = 4 << 20
+_LITTLE = 1 << 30  # as a quota somebody forgot its unit; as shared memory it is a container's
+_CONFIG_HELP = f"TOML, JSON or YAML: SGLang's extra config, or {options.CONFIG_VARIABLE}."
 _COLOURS = {"good": "green", "fair": "yellow", "bad": "red", "skip": "dim"}
 _SHARED = "a network file system; the store's index needs file locks and a fast local disk"
 _FILE_SYSTEMS = {
@@ -55,19 +63,27 @@ class Check(NamedTuple):
 
 
 def doctor(
-    folders: common.Folders = None, dirs: common.Dirs = None, as_json: common.AsJson = False
+    folders: common.Folders = None,
+    dirs: common.Dirs = None,
+    file: Annotated[Path | None, Option("--config", "-c", help=_CONFIG_HELP)] = None,
+    as_json: common.AsJson = False,
 ) -> None:
-    """Check folders, disks, KvikIO and SGLang. Exit status 1: something cannot work."""
-    config = common.settings(folders, dirs)
+    """Check folders, disks, GPUs, memory and SGLang. Exit status 1: something cannot work."""
+    given = _read(file)[1].model_dump(exclude_unset=True) if file else {}
+    config = common.settings(folders, dirs, **given)
     found = {f"{path}: ": list(_check_folder(path, config)) for path in config.dirs}
-    found[""] = [_kvikio(config), *_sglang()]
-    checks = [
+    found[""] = [*_machine(), _kvikio(config), *_sglang()]
+    checks = _listed(found)
+    bad = any(check["verdict"] == "bad" for check in checks)
+    common.output({"checks": checks}, as_json, lambda _: _show(found), failed=bad)
+
+
+def _listed(found: dict[str, list[Check]]) -> list[dict[str, str]]:
+    return [
         {**check._asdict(), "subject": f"{folder}{check.subject}".removesuffix(": folder")}
         for folder, checks in found.items()
         for check in checks
     ]
-    bad = any(check["verdict"] == "bad" for check in checks)
-    common.output({"checks": checks}, as_json, lambda _: _show(found), failed=bad)
 
 
 def _show(found: dict[str, list[Check]]) -> None:
@@ -78,7 +94,8 @@ def _show(found: dict[str, list[Check]]) -> None:
         common.screen.print(shown)
 
 
-def _check_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
+def _check_place(path: Path, config: HCacheConfig) -> Iterator[Check]:
+    """What can be seen of a folder without writing."""
     place = existing_part(path)
     if (problem := why_not(path, FileOps())) is not None:
         yield Check("folder", "bad", f"a server would not start with it: {problem}")
@@ -91,15 +108,33 @@ def _check_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
         yield Check("folder", "good", found)
     kind = file_system_of(place)
     flaw = _FILE_SYSTEMS.get(kind) or _FILE_SYSTEMS.get(kind.partition(".")[0])
-    found = f"{kind}: {flaw}" if flaw else kind
-    yield Check("file system", "fair" if flaw else "good", found)
-    free, kept = shutil.disk_usage(place).free, config.min_free_bytes
+    yield _works("file system", kind, flaw and f": {flaw}")
+    free, kept, quota = shutil.disk_usage(place).free, config.min_free_bytes, config.quota_bytes
     detail = f"{human_bytes(free)}, of which {human_bytes(kept)} stay free"
     if free <= kept:
         detail = f"{human_bytes(free)}: no room, option 'min_free_bytes' keeps {human_bytes(kept)}"
     yield Check("free", "good" if free > 2 * kept else "fair", detail)
+    if quota is not None:
+        room = max(0, free - kept)
+        with suppress(OSError, sqlite3.Error), opened(path) as folder:
+            room += folder.index.totals().bytes
+        flaw = ": more than page files may take here" if quota > room else ""
+        flaw = f'; is a unit missing ("{quota}GB")?' if quota < _LITTLE else flaw
+        found = f"option 'quota_bytes' is {human_bytes(quota)}, room {human_bytes(room)}"
+        yield _works("quota", found, flaw)
+
+
+def _works(subject: str, found: str, flaw: str | None) -> Check:
+    return Check(subject, "fair" if flaw else "good", f"{found}{flaw or ''}")
+
+
+def _check_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
+    checks = list(_check_place(path, config))
+    yield from checks
+    if len(checks) == 1:  # a folder that no server can use
+        return
     try:
-        yield from _probe(place)
+        yield from _probe(existing_part(path))
     except OSError as error:
         yield Check("writing", "bad", str(error))
     if (report := read_report(path)) is not None:
@@ -155,6 +190,27 @@ def _partition(record: PartitionRecord, profiles: Sequence[Profile]) -> Check:
     return Check(subject, "good", found)
 
 
+def _machine() -> Iterator[Check]:
+    command = "nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader"
+    try:
+        gpus = subprocess.check_output(command.split(), text=True, timeout=30)
+        why = "nvidia-smi lists none"
+    except (OSError, subprocess.SubprocessError) as error:
+        gpus, why = "", str(error)
+    found = "; ".join(f"{count} x {gpu}" for gpu, count in Counter(gpus.splitlines()).items())
+    flaw = None if found else f"no GPU: servers on a CPU only ({why})"
+    yield _works("GPU, driver", found, flaw)
+    total, free = (os.sysconf(f"SC_{name}PHYS_PAGES") * mmap.PAGESIZE for name in ("", "AV"))
+    found = f"{human_bytes(total)}, of which {human_bytes(free)} are not in use"
+    yield Check("host memory", "good", found)
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    flaw = None if limit < 0 else f", {human_bytes(limit)}: pinned memory needs more"
+    yield _works("ulimit -l", "unlimited" if limit < 0 else "a limit", flaw)
+    size = shutil.disk_usage("/dev/shm").total
+    few = "; several GPUs need more (`docker run --shm-size 16g`)" if size < _LITTLE else None
+    yield _works("/dev/shm", human_bytes(size), few)
+
+
 def _kvikio(config: HCacheConfig) -> Check:
     mode, why = kvikio_state()
     if config.reader == "posix":
@@ -197,25 +253,42 @@ def _seams() -> Check:
 
 
 def config(
-    file: Annotated[
-        Path,
-        Argument(help=f"TOML, JSON or YAML: SGLang's extra config, or {options.CONFIG_VARIABLE}."),
-    ],
-    as_json: common.AsJson = False,
+    file: Annotated[Path, Argument(help=_CONFIG_HELP)], as_json: common.AsJson = False
 ) -> None:
-    """Check a configuration without a server. Exit status 2: a server would not start with it."""
-    table: Any = options.load_table(f"@{file}", "config")
-    kind = options.CONFIG_VARIABLE
-    if isinstance(table, dict) and not {"hcache", "module_path"}.isdisjoint(table):
-        kind = "extra config"
-        for key, wanted in options.OUR_BACKEND.items():
-            if (value := table.get(key)) != wanted:
-                hint = "otherwise SGLang loads another backend"
-                raise ConfigError(f"{kind}: {key!r} is {value!r}; it must be {wanted!r}, {hint}")
-        checked = options.start_config(table)
-    else:
-        checked = options.parse_config(table, kind)
+    """Check a configuration without a server. Exit status 2: a server would not start with it.
+    What this machine's disks and folders cannot do is a warning: the server's may be others."""
+    kind, checked, checks = _read(file)
+    places = {f"{path}: ": list(_check_place(path, checked)) for path in checked.dirs}
+    listed = _listed({"": checks, **places})
     found = checked.model_dump(mode="json", exclude_unset=True)
-    lines = [f"{file}: no errors", *(f"  {name} = {value!r}" for name, value in found.items())]
-    report = {"kind": kind, "options": found}
+    why = "" if kind == "extra config" else ", because it has no key of SGLang's extra config"
+    lines = [f"{file}: no errors; read as {kind}{why}"]
+    lines += (f"  {name} = {value!r}" for name, value in found.items())
+    lines += (
+        f"  {check['verdict']}: {check['subject']}: {check['detail']}"
+        for check in listed
+        if check["verdict"] != "good" or "not exist" in check["detail"]
+    )
+    report = {"kind": kind, "options": found, "checks": listed}
     common.output(report, as_json, lambda _: common.say(*lines))
+
+
+def _read(file: Path) -> tuple[str, HCacheConfig, list[Check]]:
+    """What a file is, its options, and what may be wrong with it; raises ConfigError."""
+    table: Any = options.load_table(f"@{str(file).removeprefix('@')}", "config")
+    if not isinstance(table, dict) or table.keys().isdisjoint(options.OUR_KEYS):
+        kind = options.CONFIG_VARIABLE
+        return kind, options.parse_config(table, kind), []
+    kind = "extra config"
+    name = table.get("backend_name") or "hcache"  # any other is right
+    for key, wanted in {"backend_name": name, **options.OUR_BACKEND}.items():
+        if (value := table.get(key)) != wanted:
+            hint = "otherwise SGLang loads another backend, or none"
+            raise ConfigError(f"{kind}: {key!r} is {value!r}; it must be {wanted!r}, {hint}")
+    checked = options.start_config(table)
+    which, heads = ", ".join(map(str, SHARD_COUNTS)), table.get("tp_lcm_size", 1)
+    if heads < 1:
+        raise ConfigError(f"{kind}: 'tp_lcm_size' is {heads}; it must be one of {which}")
+    flaw = f"with own pages a server takes {which}, or its number of ranks"
+    known = heads in SHARD_COUNTS
+    return kind, checked, [] if known else [Check("tp_lcm_size", "fair", f"{heads}: {flaw}")]

@@ -27,7 +27,7 @@ class _Commands(TyperGroup):
         except ModuleNotFoundError as error:
             why = f"this command needs {error.name}: pip install {error.name}"
         except _FAILURES as error:
-            why = str(error)
+            why = str(error).removeprefix("hcache: ")  # the table's name, and ours
         message = Text.assemble(("hcache:", "red"), f" {common.printable(why)}")
         common.say(message, console=common.errors)
         raise typer.Exit(2)

@@ -45,7 +45,7 @@ def stats(folders: Folders = None, dirs: Dirs = None, as_json: AsJson = False) -
 
 
 def _folder_stats(path: Path) -> dict[str, Any]:
-    with _opened(path) as folder:
+    with opened(path) as folder:
         totals = folder.index.totals()
         spaces: dict[str, dict[str, Any]] = {}
         for entry in folder.index.entries():
@@ -94,7 +94,7 @@ def ls(
     config = common.existing_store(folders, dirs)
     rows: list[dict[str, Any]] = []
     for path in config.dirs:
-        with _opened(path) as folder:
+        with opened(path) as folder:
             rows += (
                 {
                     "folder": str(path),
@@ -143,9 +143,9 @@ def _verified(path: Path, bar: Progress, rebuild: bool, repair: bool) -> dict[st
         bar.update(task, completed=done, total=total)
 
     if rebuild:
-        with _opened(path, to_write=True) as folder:
+        with opened(path, to_write=True) as folder:
             folder.set_index_aside()
-    with _opened(path, to_write=rebuild or repair) as folder:
+    with opened(path, to_write=rebuild or repair) as folder:
         if rebuild or (repair and folder.index_is_partial):
             adopted = find_unknown_files(folder, adopt=True, progress=report).adopted
             folder.mark_index_complete()
@@ -204,7 +204,7 @@ def clear(
     config = common.existing_store(folders, dirs)
     doomed: Counter[bytes] = Counter()
     for path in config.dirs:
-        with _opened(path) as folder:
+        with opened(path) as folder:
             doomed.update(entry.name.namespace for entry in _entries(folder, namespace))
     if namespace is not None and len(doomed) != 1:
         raise common.Failure(f"{len(doomed)} namespaces begin with {namespace!r}: see hcache stats")
@@ -219,7 +219,7 @@ def clear(
     output({"pages": dropped}, as_json, lambda _: say(f"{dropped:,} pages deleted"))
 
 
-def _opened(path: Path, *, to_write: bool = False) -> closing[Folder]:
+def opened(path: Path, *, to_write: bool = False) -> closing[Folder]:
     """A store folder, opened beside the servers that use it; it need not be writable to be read."""
     return closing(Folder(path, FileOps(), readonly=not to_write))
 

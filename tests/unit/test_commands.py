@@ -2,8 +2,9 @@
 
 import errno
 import json
+import resource
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,13 +14,19 @@ from typer.testing import CliRunner
 from hcache_backend.cli import common, doctor, metrics_page, store
 from hcache_backend.cli.common import human_bytes
 from hcache_backend.cli.main import app
-from hcache_backend.config import ConfigError, parse_config, start_config
+from hcache_backend.config import OUR_BACKEND, ConfigError, parse_config, start_config
 from hcache_backend.contract.check import Found
 from hcache_backend.format.page import PageLayout, StoredLayer, hidden_layer, kv_layer
 from hcache_backend.format.units import Segment, SegmentTable
 from hcache_backend.server_report import LayerGroup, ServerReport, read_report, write_report
 from hcache_backend.sglang import compat
 from hcache_backend.store import SERVER_REPORT, PageStore
+
+
+class DiskUsage(NamedTuple):
+    total: int
+    used: int
+    free: int
 
 
 @pytest.mark.parametrize(
@@ -95,7 +102,11 @@ def test_what_is_gone_is_named(given: str, gone: str) -> None:
 # ---- options ----
 
 
-EXTRA = {"module_path": "hcache_backend", "class_name": "HCacheStorage", "interface_v1": 1}
+EXTRA = {
+    "backend_name": "hcache",
+    **OUR_BACKEND,
+    "interface_v1": 1,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -133,14 +144,23 @@ def test_errors_are_those_of_a_start(change: dict[str, Any], tmp_path: Path) -> 
     with pytest.raises(ConfigError) as error:
         start_config({**EXTRA, **change})
     status, said = checked(tmp_path, {**EXTRA, **change})
-    assert (status, said) == (2, f"hcache: {error.value}\n")
+    assert (status, said) == (2, f"hcache: {str(error.value).removeprefix('hcache: ')}\n")
+    assert "hcache: hcache" not in said
 
 
 @pytest.mark.parametrize(
     ("table", "said"),
     [
         ({**EXTRA, "class_name": "Other"}, "'class_name' is 'Other'; it must be 'HCacheStorage'"),
-        ({"hcache": {}}, "'module_path' is None; it must be 'hcache_backend'"),
+        ({"hcache": {}}, "'backend_name' is None; it must be 'hcache'"),
+        ({"backend_name": "x"}, "'module_path' is None; it must be 'hcache_backend'"),
+        ({**EXTRA, "backend_name": None}, "'backend_name' is None; it must be 'hcache'"),
+        ({**EXTRA, "tp_lcm_size": 0}, "'tp_lcm_size' is 0; it must be one of 1, 2, 4, 8"),
+        ({**EXTRA, "tp_lcm_size": "4"}, "'tp_lcm_size' is '4'; it must be of type int"),
+        (
+            {**EXTRA, "hcache": {"tp_lcm_size": 4}},
+            "hcache: 'tp_lcm_size' must stand in SGLang's extra config, outside of the table 'hca",
+        ),
         ({"mod": 1}, "HCACHE_CONFIG: unknown option 'mod'; did you mean 'mode'?"),
         ("{", "config.json': Expecting property name"),
     ],
@@ -154,9 +174,116 @@ def test_a_right_one_shows_its_options(tmp_path: Path) -> None:
     options = {"dirs": ["/a"], "quota_bytes": "1TB"}
     status, said = checked(tmp_path, {**EXTRA, "hcache": options})
     assert status == 0 and "quota_bytes = 1000000000000" in said
+    assert "no errors; read as extra config\n" in said
     status, said = checked(tmp_path, options, "--json")
+    found = json.loads(said)
+    assert found["checks"][0]["subject"] == "/a" and len(found.pop("checks")) == 4
     shown = {"dirs": ["/a"], "quota_bytes": 10**12}
-    assert json.loads(said) == {"kind": "HCACHE_CONFIG", "options": shown}
+    assert found == {"kind": "HCACHE_CONFIG", "options": shown}
+
+
+def test_a_file_is_named_as_on_the_command_line_of_sglang(tmp_path: Path) -> None:
+    (tmp_path / "good.toml").write_text('mode = "kv"')
+    status, said = hcache("config", f"@{tmp_path / 'good.toml'}")
+    assert status == 0 and "mode = 'kv'" in said
+
+
+def test_an_empty_file_says_for_what_it_was_taken(tmp_path: Path) -> None:
+    (tmp_path / "empty.toml").touch()
+    status, said = hcache("config", tmp_path / "empty.toml")
+    why = "read as HCACHE_CONFIG, because it has no key of SGLang's extra config\n"
+    assert status == 0 and why in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [
+        ({"quota_bytes": 500}, 'is 500 B, room 5.0 GiB; is a unit missing ("500GB")?'),
+        (
+            {"quota_bytes": "900000TB"},
+            "fair: {}: quota: option 'quota_bytes' is 799.4 PiB, room 5.0 GiB: more than page ",
+        ),
+        ({"quota_bytes": "2GiB"}, None),
+        ({}, None),
+    ],
+)
+def test_a_quota_is_compared_with_the_disk(
+    changes: dict[str, Any], warned: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: DiskUsage(9 << 30, 0, 9 << 30))
+    folder = tmp_path / "pages"
+    status, said = checked(tmp_path, {"dirs": [str(folder)], **changes})
+    assert status == 0 and f"good: {folder}: does not exist yet; will be made in" in said
+    assert warned.format(folder) in said if warned else "fair:" not in said
+    file = tmp_path / "config.json"
+    checks = json.loads(hcache("doctor", "--config", file, "--json")[1])["checks"]
+    found = {check["subject"]: check for check in checks}
+    assert f"{folder}: free" in found  # of the file, not of the environment
+    quota = found.get(f"{folder}: quota", {"verdict": "good"})
+    assert quota["verdict"] == ("fair" if warned else "good")
+
+
+def test_pages_that_are_there_are_room_for_pages(folder: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: DiskUsage(9 << 30, 0, 0))
+    store = PageStore(parse_config({"dirs": [str(folder)]}, "test"), b"writer-1", background=False)
+    assert store.put(b"n" * 16, [bytes(32)], [[memoryview(bytearray(70_000))]]) == [True]
+    store.close()
+    config = parse_config({"dirs": [str(folder)], "quota_bytes": "2GiB"}, "test")
+    *_, quota = doctor._check_place(folder, config)
+    assert quota.detail.startswith("option 'quota_bytes' is 2.0 GiB, room 76.0 KiB: more than")
+
+
+def test_sizes_of_ranks_that_only_some_servers_take_are_warned_of(tmp_path: Path) -> None:
+    status, said = checked(tmp_path, {**EXTRA, "tp_lcm_size": 5})
+    assert status == 0 and "fair: tp_lcm_size: 5: with own pages a server takes 1, 2, 4, 8" in said
+    assert "fair: tp_lcm_size" not in checked(tmp_path, {**EXTRA, "tp_lcm_size": 4})[1]
+
+
+def test_an_extra_config_is_no_hcache_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {**EXTRA, "prefetch_threshold": 64, "hcache": {"dirs": ["/a"]}}
+    monkeypatch.setenv("HCACHE_CONFIG", json.dumps(table))
+    status, said = hcache("doctor")
+    assert (status, said.count("HCACHE_CONFIG"), said.count("quota_bytes")) == (2, 1, 0)
+    assert "'hcache', 'prefetch_threshold' must stand in SGLang's extra config" in said
+
+
+SMI = "#!/bin/sh\nprintf 'NVIDIA H200, 143771 MiB, 570.1\\n%.0s' 1 2\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "verdict", "said"),
+    [
+        (SMI, "good", "2 x NVIDIA H200, 143771 MiB, 570.1"),
+        ("#!/bin/sh\nexit 9\n", "fair", "no GPU: servers on a CPU only ("),
+        ("#!/bin/sh\n", "fair", "no GPU: servers on a CPU only (nvidia-smi lists none)"),
+        (None, "fair", "no GPU: servers on a CPU only ("),
+    ],
+)
+def test_doctor_looks_for_gpus(
+    script: str | None, verdict: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(script)
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = next(iter(doctor._machine()))
+    assert (found.subject, found.verdict) == ("GPU, driver", verdict)
+    assert found.detail.startswith(said)
+
+
+def test_doctor_knows_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def looked(limit: int, shared: int) -> dict[str, doctor.Check]:
+        monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (limit, limit))
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: DiskUsage(shared, 0, shared))
+        return {check.subject: check for check in doctor._machine()}
+
+    found = looked(8 << 20, 64 << 20)
+    assert "GiB, of which" in found["host memory"].detail
+    assert found["ulimit -l"].verdict == found["/dev/shm"].verdict == "fair"
+    assert found["ulimit -l"].detail.startswith("a limit, 8.0 MiB: ")
+    assert found["/dev/shm"].detail.startswith("64.0 MiB; several GPUs need more")
+    found = looked(resource.RLIM_INFINITY, 16 << 30)
+    assert found["ulimit -l"].verdict == found["/dev/shm"].verdict == "good"
 
 
 @pytest.mark.parametrize("name", ["absent.toml", "absent.json", "absent"])
