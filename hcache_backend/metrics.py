@@ -217,6 +217,10 @@ STORE = Events(
     ("hcache_store_syncs", "syncs", "Flushes of page files to the disks"),
 )
 
+# of: pages (of all servers and models), quota (0: none), free (on its disk)
+_FOLDERS = "Bytes of a folder of the page store, of its quota, and of its disk"
+FOLDERS = _gauge("hcache_store_folder_bytes", _FOLDERS, "folder", "of")
+
 # never an error of a request
 PROBLEMS = _counter("hcache_problems", "Problems by kind, each a cache miss", "kind")
 
@@ -308,6 +312,7 @@ class StoreCounters:
         self._stats = stats
         self._lock = threading.Lock()
         self._published = dict.fromkeys(stats.snapshot(), 0)
+        stats.on_room = self._show_room
 
     def publish(self) -> None:
         """Pass on all counts since the last call. Any thread."""
@@ -315,3 +320,7 @@ class StoreCounters:
             counts = self._stats.snapshot()
             STORE.add(**{what: count - self._published[what] for what, count in counts.items()})
             self._published = counts
+
+    def _show_room(self, folder: str, found: Mapping[str, int]) -> None:
+        for of, count in found.items():
+            FOLDERS.set(folder, of, value=count)

@@ -101,6 +101,8 @@ def parse(text: str) -> MetricsPage:
     shown["codec"] = state(metrics.CODEC, "used") if pages == "own" else None
     shown |= {"shared": state(metrics.SHARED, "backend"), "shared_silent": bool(silent)}
     shown["tokens_per_second"] = {k: round(v) for k, v in rates.items() if v}  # 0: detached
+    rooms = sums(metrics.FOLDERS.name, lambda labels: f"{labels['of']} of {labels['folder']}")
+    shown["l3_bytes"] = {what: int(count) for what, count in rooms.items() if count}
     for name in ("running", "queue"):
         shown[name] = int(sum(number for _, number in samples[f"sglang:num_{name}_reqs"]))
     return MetricsPage(time.monotonic(), counters, shown)

@@ -40,6 +40,7 @@ def maintain(disk: Disk, recency: Recency, config: HCacheConfig, stopping: threa
                 disk.flush()
             if now >= next_save:
                 recency.save()
+                disk.tell_room()
                 next_save = now + _RECENCY_SECONDS
             _recover(disk, stopping)
         except Exception:

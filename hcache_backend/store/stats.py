@@ -41,6 +41,10 @@ class StoreStats:
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     # called with the names of evicted pages
     on_evicted: Callable[[Sequence[PageName]], object] = field(default=len, compare=False)
+    # called now and then with a folder and bytes: of its pages, its quota, free on its disk
+    on_room: Callable[[str, dict[str, int]], object] = field(
+        default=lambda folder, found: None, compare=False
+    )
 
     def add(self, **increments: int) -> None:
         with self.lock:

@@ -137,6 +137,7 @@ class LocalTier(Tier):
     def close(self) -> None:
         self.store.close()
         self._counters.publish()
+        metrics.FOLDERS.only()
 
     def take_stats(self) -> StorageMetrics:
         """Pages and bandwidths since the last call."""

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,8 @@ from hcache_backend.cli.metrics_page import (
     parse,
     summary,
 )
-from hcache_backend.store import StoreStats
+from hcache_backend.config import parse_config
+from hcache_backend.store import PageStore, StoreStats
 from tests.kit.http import serving
 
 
@@ -130,6 +132,24 @@ def test_what_is_behind_l3_shows_and_whether_it_answers(server: Pages, pages: li
     for family in (metrics.SHARED, *metrics.SHARED_PAGES.counters, metrics.RATES):
         family.clear()
     assert parse(written()).state["shared"] is None
+
+
+def test_how_full_each_folder_is_shows(server: Pages, pages: list[str], tmp_path: Path) -> None:
+    config = parse_config({"dirs": [str(tmp_path)], "quota_bytes": 400_000}, "test")
+    store = PageStore(config, b"writer-1")
+    metrics.StoreCounters(store.stats)
+    page = [memoryview(bytearray(70_000))]
+    assert store.put(b"n" * 16, [bytes(32)], [page]) == [True]
+    deadline = time.monotonic() + 20
+    while not (found := parse(written()).state["l3_bytes"]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert 70_000 < found[f"pages of {tmp_path}"] < 90_000
+    assert found[f"quota of {tmp_path}"] == 400_000
+    assert "l3_bytes: {'pages of" in once(server, written())
+    assert found[f"free of {tmp_path}"] > 400_000
+    store.close()
+    metrics.FOLDERS.only()
+    assert parse(written()).state["l3_bytes"] == {}
 
 
 def test_suspended_l3_shows_with_its_reason_and_kv_mode(server: Pages, pages: list[str]) -> None:
@@ -350,5 +370,5 @@ def test_a_link_in_the_folder_is_not_followed(
 def test_every_gauge_is_of_a_living_process() -> None:
     gauges = [metrics.MODE, metrics.CAPABILITY, metrics.SUSPENDED, metrics.CODEC, metrics.SHARED]
     every = [metric for metric in metrics.ALL if isinstance(metric.family, Gauge)]
-    assert every == [*gauges, metrics.RATES]
+    assert every == [metrics.FOLDERS, *gauges, metrics.RATES]
     assert {gauge.family._multiprocess_mode for gauge in every} == {"livemax", "livemin"}
