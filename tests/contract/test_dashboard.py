@@ -116,3 +116,63 @@ def test_every_event_that_is_counted_has_a_counter() -> None:
     for of, happened in counted:
         known = any(re.fullmatch(one.events, happened) for one in tables[of].counters)
         assert known, (of, happened)
+
+
+def texts_in(node: ast.AST) -> set[str]:
+    parts = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
+    return {text.replace(" ", "_") for text in parts if isinstance(text, str)}
+
+
+def texts(path: str, *functions: str) -> set[str]:
+    """What these functions of the package return, or call a problem, as texts."""
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / "hcache_backend" / path).read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name in functions:
+            for part in ast.walk(node):
+                if isinstance(part, ast.Return) or (
+                    isinstance(part, ast.Assign | ast.AnnAssign)
+                    and ast.unparse(part).startswith("problem")
+                ):
+                    found |= texts_in(part.value) if part.value is not None else set()
+    return found
+
+
+def kinds() -> set[str]:
+    """The kinds of problems that the package counts."""
+    found = texts("host/page_proofs.py", "seal", "_header_problem")
+    found |= {f"page_{why}" for why in refusals()}
+    found |= {"stale_host_page", "layers_not_recomputable"}
+    for path in (ROOT / "hcache_backend").rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call):
+                continue
+            said = ast.unparse(call)
+            if re.match(r"(metrics\.)?PROBLEMS\.count\('|metrics\.catching\('", said):
+                found |= texts_in(call.args[0])
+            elif said.startswith("partial(metrics.catching, "):
+                found |= texts_in(call.args[1])
+            elif said.startswith("_catching('"):  # of tiers/storage.py
+                found |= {f"storage_{what}" for what in texts_in(call.args[0])}
+    return found
+
+
+def refusals() -> set[str]:
+    return texts("format/page.py", "problem") | texts("host/page_proofs.py", "proven")
+
+
+def documented(title: str) -> set[str]:
+    """The values in the first column of the table of this title in docs/operations.md."""
+    _, _, rest = OPERATIONS.partition(f"| {title} | ")
+    rows = rest.partition("\n\n")[0].splitlines()[2:]
+    return {value for row in rows for value in re.findall("`(.+?)`", row.split("|")[1])}
+
+
+def test_every_kind_and_reason_is_documented() -> None:
+    assert documented("`kind` of `hcache_problems_total`") == kinds()
+    not_backed_up = texts("arena.py", "problem") | texts("sglang/controller.py", "ended")
+    not_backed_up |= {"rows_not_encodable", "another_rank", "host_pool_full"}
+    assert documented("`reason` of `hcache_not_backed_up_tokens_total`") == not_backed_up
+    not_restored = texts("sglang/controller.py", "_planned") | {"another_rank"}
+    assert documented("`reason` of `hcache_not_restored_tokens_total`") == not_restored
+    row = re.search(r"\n\| `refused_...` \|(.*)\n", OPERATIONS)
+    assert row and set(re.findall("`(.+?)`", row[1])) == refusals()
