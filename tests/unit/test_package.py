@@ -68,6 +68,22 @@ def test_volumes_of_the_examples_are_the_folders_of_their_configs() -> None:
     assert pod["securityContext"]["fsGroup"] == 1000
 
 
+def test_users_of_the_examples_have_a_home_and_a_place_for_weights() -> None:
+    """A container of user 1000 could write nowhere: the download of weights failed."""
+    *_, stateful = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
+    [container] = stateful["spec"]["template"]["spec"]["containers"]
+    environment = {one["name"]: one["value"] for one in container["env"]}
+    mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+    [claim] = stateful["spec"]["volumeClaimTemplates"]
+    home = mounts[claim["metadata"]["name"]]
+    assert environment["HOME"] == home and environment["HF_HOME"].startswith(f"{home}/")
+    compose = yaml.safe_load((EXAMPLES / "compose.yaml").read_text())["services"]["sglang"]
+    assert compose["user"] == "${RUN_AS:-0:0}" and compose["environment"]["HOME"] == "/tmp"
+    folder = compose["environment"]["HF_HOME"]
+    assert any(volume.endswith(f":{folder}") for volume in compose["volumes"])
+    assert environment["USER"] and compose["environment"]["USER"]
+
+
 PACKAGES = {"hcache_backend": ROOT / "hcache_backend", "hcache_kernels": ROOT / "kernels"}
 
 
