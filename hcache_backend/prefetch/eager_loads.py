@@ -162,11 +162,12 @@ class EagerLoads:
         for due in islice(self.restores.to_recompute(max(1, budget.tokens // size)), _OFFERS):
             if (prefix := self._tokens_before(due)) is None:
                 continue
-            until = math.inf, math.inf
+            until = math.inf, math.inf, 0.0
             meeting = self._prefetches.of(due.operation).meeting if due.unread else None
             if meeting is not None:
                 together, alone = self.until_met(meeting, prefix)
-                until = alone, together  # slower pages are read sooner, some or all
+                # Slower pages are read sooner, some or all.
+                until = alone, together, self.seconds_to_recompute(size, prefix)
             allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share, *until)
             room = allowed if meeting is None else min(allowed, meeting.offer())
             proposal = turn.propose(0 if due.reservation.failed else room)

@@ -34,16 +34,18 @@ class SliceBudget:
         share: float = 1.0,
         within: float = math.inf,
         best: float = math.inf,
+        first: float = 0.0,
     ) -> int:
         """Number of pages, up to ``most`` (at least 1), of which a slice may recompute ``layers``
         layers now, behind ``prefix`` tokens, in ``share`` of the time of a slice; none unless one
         would end in less than ``within`` seconds, behind the slices that were launched, and several
-        only if they would end in ``best``."""
+        only if they would end in ``best``. The ``first`` slice takes so many seconds for a page."""
         if not share or self.unfinished() >= _UNFINISHED:
             return 0
-        seconds = self._layer.seconds  # 0 if unknown
+        seconds = self._layer.seconds
         queued = sum(n * (seconds(one.tokens, before) or 0.0) for one, before, n in self._launched)
-        if queued + (seconds(page_size, prefix) or 0.0) * layers >= within:
+        layer = seconds(page_size, prefix)
+        if queued + (first if layer is None else layer * layers) >= within:
             return 0
         return self._slice(most, page_size, prefix, layers, share, min(within - queued, best))
 

@@ -54,6 +54,15 @@ def test_few_tokens_take_about_as_long_so_an_idle_gpu_gets_slices_of_more() -> N
     assert budget(1.0, known=False).pages(100, 64, 0, LAYERS) == 1
 
 
+def test_the_first_slice_is_launched_if_it_would_end_as_a_prefill_does_before_l3() -> None:
+    """Without it the first hit of a server waited for a slice that took twice as long as L3."""
+    unknown = budget(1.0, known=False)
+    assert unknown.pages(100, SIZE, 0, LAYERS, within=0.5, first=0.6) == 0
+    assert unknown.pages(100, SIZE, 0, LAYERS, within=0.5, first=0.4) == 1
+    unknown.launched(ended(SIZE, 0.01 * LAYERS), 0, LAYERS)
+    assert unknown.pages(100, SIZE, 0, LAYERS, within=0.5, first=0.6) >= 1  # now it is known
+
+
 def test_slices_are_as_long_as_the_last_ones_took() -> None:
     unknown = budget(1.0, known=False)
     assert unknown.pages(1000, SIZE, 0, LAYERS) == 1
