@@ -15,7 +15,7 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo check test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-accuracy bench-paper bench-beside bench-hits bench-hits-load bench-eviction bench-returns bench-bursts \
+	bench-accuracy bench-real bench-paper bench-beside bench-hits bench-hits-load bench-eviction bench-returns bench-bursts \
 	bench-restores bench-saving bench-multiturn bench-real-model record-demo record-restores record-accuracy record-real-model
 .DELETE_ON_ERROR:
 
@@ -156,6 +156,11 @@ bench-accuracy: setup
 bench-real-model: setup
 	$(foreach model,smollm2 smollm2-mha,$(BIN)/python -m bench.accuracy --model $(model) $(ARGS) &&) true
 	$(BIN)/python -m bench.codecs --model smollm2-mha --dtypes bfloat16 --conversations 2 --turns 3
+
+# The main result: a model with trained weights, defaults, no throttle, beside other L3 backends. Forty
+# minutes, alone.
+bench-real: setup $(VENV)/.peers
+	$(BIN)/python -m bench.real $(ARGS)
 
 # The paper's Table 3 and figures 11 and 12, simulated, beside its numbers. Seconds.
 bench-paper: setup

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bench.harness.machine import Machine, MachineError
-from bench.harness.methods import METHODS, PAGE_SIZE, Method
+from bench.harness.methods import EVERY_HIT, METHODS, PAGE_SIZE, Method
 from bench.harness.models import TinyLlama, narrowed
 from bench.harness.program import Advance, Program, Run, Setting, at_least, scratch, several, steps
 from bench.harness.report import Picture, Results, Row, Series, Table, by, times
@@ -37,8 +37,8 @@ CHOSEN_TOKENS = 2048
 
 METHODS_COMPARED = {
     NO_L3: METHODS["host"],
-    ALONE: Method(ALONE, storage="dynamic", hcache={"mode": "kv", "recompute": "never"}),
-    BOTH: Method(BOTH, storage="dynamic", hcache={"mode": "kv", "min_gain": 1.0}),
+    ALONE: Method(ALONE, storage="dynamic", hcache={"recompute": "never", **EVERY_HIT}),
+    BOTH: Method(BOTH, storage="dynamic"),
 }
 
 

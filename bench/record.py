@@ -28,6 +28,7 @@ RESULTS = ROOT / "bench" / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PROGRAMS = {
     "demo": "bench.demo",
+    "real": "bench.real",
     "restores": "bench.restores",
     "multiturn": "bench.multiturn",
     "paper": "bench.paper",

@@ -35,6 +35,7 @@ import torch
 from bench.harness import mooncake
 from bench.harness.machine import Machine, MachineError
 from bench.harness.methods import (
+    EVERY_HIT,
     HYBRID,
     METHODS,
     MOONCAKE,
@@ -265,7 +266,7 @@ class Servers:
             options = server_options(
                 *(method, self._machine, self._model, folder),
                 pool_tokens=int(study.pool * study.tokens),
-                hcache=self._planned(name, folder, limit) if limit is not None else {},
+                hcache={**EVERY_HIT, **(self._planned(name, folder, limit) if limit else {})},
                 # The others' weights count as used.
                 **{"extra_args": ("--mem-fraction-static", "0.5"), **study.options},
             )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from bench.gpu.program import GpuProgram, GpuRun, Row
 from bench.harness.client import Reply, StreamingClient
-from bench.harness.methods import METHODS, PAGE_SIZE, SERVED, Method, server_options
+from bench.harness.methods import EVERY_HIT, METHODS, PAGE_SIZE, SERVED, Method, server_options
 from bench.harness.options import ADMIN_KEY
 from bench.harness.program import Setting, scratch
 from bench.harness.report import Column, Table
@@ -89,7 +89,7 @@ def _serve(run: GpuRun, folder: Path) -> None:
     method, exact = METHODS_SERVED[name], machine.device == "cpu"
     pool, given = sum(load.room for load in loads), (method, machine, run.given.model, folder)
     # A CPU overlaps as a GPU does.
-    options = server_options(*given, pool_tokens=pool, overlap=True, metrics=True)
+    options = server_options(*given, pool_tokens=pool, hcache=EVERY_HIT, overlap=True, metrics=True)
     with restorer(options, folder / "l3") as server:
         forced = method.hcache.get("mode") == "hidden"
         said = server.said()

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.harness.drafts import drafting_arguments, eagle
 from bench.harness.machine import Machine
-from bench.harness.methods import METHODS, Method
+from bench.harness.methods import EVERY_HIT, METHODS, Method
 from bench.harness.models import TinyLlama, build_model, narrowed
 from bench.harness.turns import NO_L3, Turns, taking_turns
 from hcache_backend.server_report import read_report
@@ -19,9 +19,9 @@ ALWAYS, OURS = "always", "ours"
 COMPARED: dict[str, Method] = {
     NO_L3: replace(METHODS["host"], title="no L3"),
     ALWAYS: Method(
-        "every L3 hit read", storage="dynamic", hcache={"min_gain": 0, "recompute": "never"}
+        "every L3 hit read", storage="dynamic", hcache={"recompute": "never", **EVERY_HIT}
     ),
-    OURS: Method("default options", storage="dynamic", hcache={"min_gain": 1.0}),
+    OURS: Method("default options", storage="dynamic"),
     "file": METHODS["file"],
     "nixl": METHODS["nixl"],
 }

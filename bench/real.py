@@ -1,0 +1,309 @@
+"""Conversations that come back from L3 after a restart: a real model, default options, no throttle.
+
+SmolLM2-135M-Instruct, as published and in its form with multi-head attention, has read a part of
+Python's standard library. Each server has stored that history, and is started anew. It computes
+(HiCache without an L3), or brings the history back by SGLang's `file` or `nixl` backend, from a
+Mooncake store in the memory of this machine (TCP), or by this backend with its default options.
+Then the servers take turns at new questions behind the history, the others stopped meanwhile. After
+each question a server forgets the history. Every question is asked twice: with the files of L3 out
+of the page cache (cold) and with them in it as far as a server leaves them there (warm).
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from math import exp, log
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+
+from bench.fixtures.models import real_model
+from bench.fixtures.smollm2 import FORMS, TITLE
+from bench.fixtures.text import sources
+from bench.harness import mooncake
+from bench.harness.machine import Machine
+from bench.harness.methods import METHODS, MOONCAKE, NIXL, PAGE_SIZE, Method, server_options
+from bench.harness.program import (
+    Advance,
+    Program,
+    Run,
+    Setting,
+    at_least,
+    names,
+    scratch,
+    several,
+    steps,
+)
+from bench.harness.report import Column, Columns, Picture, Results, Row, Series, Table, by
+from bench.harness.restorer import Restorer, l3_bytes, restorer
+from bench.harness.rounds import median_interval
+from bench.harness.turns import NO_L3, QUESTION
+from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
+
+FILE, OURS, NEVER = "file", "ours", "never"
+COMPARED = {
+    NO_L3: replace(METHODS["host"], title="computed"),
+    FILE: replace(METHODS["file"], title="`file`"),
+    NIXL: replace(METHODS[NIXL], title="NIXL"),
+    MOONCAKE: replace(METHODS[MOONCAKE], title="Mooncake"),
+    OURS: Method("ours", storage="dynamic"),
+    NEVER: Method("ours, all read", storage="dynamic", hcache={"recompute": "never"}),
+}
+DEFAULT = [name for name in COMPARED if name != NEVER]
+_COMPUTED = 2  # rounds of the server that computes: its times are long and vary little
+_ROOM = 1024  # tokens of a pool beside the history
+_NODE = 3  # times the bytes of a history that Mooncake has room for
+
+
+class Ask(NamedTuple):
+    """One question: milliseconds to the first token, the server's CPU seconds, the history's share
+    from L3, and the reply."""
+
+    ms: float
+    cpu_s: float
+    share: float
+    reply: tuple[int, ...]
+
+
+class Text:
+    """The standard library in the model's tokens."""
+
+    def __init__(self, model: Path, tokens: int) -> None:
+        stub_torchvision()
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        text, ids = iter(sources()), list[int]()
+        while len(ids) < tokens + 64 * QUESTION:
+            ids += tokenizer.encode(next(text).read_text(), add_special_tokens=False)
+        self.history, self._rest = ids[:tokens], ids[tokens:]
+
+    def prompt(self, number: int) -> list[int]:
+        """The history and a question that nobody has asked."""
+        start = number * QUESTION
+        return [*self.history, *self._rest[start : start + QUESTION]]
+
+
+@contextmanager
+def restarted(
+    name: str, machine: Machine, model: Path, text: Text, dtype: str, folder: Path
+) -> Iterator[Restorer]:
+    """A server, stopped, that was started after another one had stored the history.
+
+    Raises:
+        ServerError: A server did not start.
+    """
+    tokens, place = len(text.history), folder / name
+    place.mkdir()
+    options = server_options(
+        *(COMPARED[name], machine, model, place),
+        pool_tokens=tokens + _ROOM,
+        dtype=dtype,
+        # The others' weights and pools count as used.
+        extra_args=("--mem-fraction-static", "0.5"),
+    )
+    with ExitStack() as stack:
+        if name == MOONCAKE:
+            node = _NODE * tokens * kv_bytes(model, dtype)
+            cluster = stack.enter_context(mooncake.cluster(place, node))
+            options = replace(options, extra_config=mooncake.store_config(cluster))
+        with restorer(options, place / "l3") as before:
+            before.store(text.history)
+        after = stack.enter_context(restorer(options, place / "l3"))
+        with after.turn():
+            pass
+        yield after
+
+
+def kv_bytes(model: Path, dtype: str) -> int:
+    """Bytes of a token's K and V."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model, local_files_only=True)
+    heads = 2 * config.num_hidden_layers * config.num_key_value_heads
+    return int(heads * config.head_dim * getattr(torch, dtype).itemsize)
+
+
+def asked(restored: Restorer, prompt: Sequence[int], history: int, *, cold: bool) -> Ask:
+    with restored.turn():
+        before = cpu_seconds(restored)
+        ms, reply, _ = restored.ask(prompt, cold=cold)
+        spent = cpu_seconds(restored) - before
+        restored.server.flush_cache(300)
+    return Ask(ms, spent, reply.cached.storage / history, tuple(reply.output_ids))
+
+
+def cpu_seconds(restored: Restorer) -> float:
+    """Of all processes of a server."""
+    assert restored.server.process is not None
+    process = psutil.Process(restored.server.process.pid)
+    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
+
+
+def at_length(
+    servers: Mapping[str, Restorer], text: Text, rounds: int, advance: Advance, case: str
+) -> dict[str, Any]:
+    """Times of every server, cold and warm; the first round is the first after the restart."""
+    found: dict[str, list[tuple[Ask, Ask]]] = {name: [] for name in servers}
+    differing = 0
+    for number in range(rounds + 1):
+        advance(f"{case}round {number}")
+        replies = []
+        some = [n for n in servers if n != NO_L3 or number <= _COMPUTED]
+        for name in random.Random(number).sample(some, len(some)):
+            prompt, tokens = text.prompt(number), len(text.history)
+            cold = asked(servers[name], prompt, tokens, cold=True)
+            warm = cold if name == NO_L3 else asked(servers[name], prompt, tokens, cold=False)
+            found[name].append((cold, warm))
+            replies += [cold.reply, warm.reply]
+        differing += len(set(replies)) > 1
+    later = {name: all_[1:] for name, all_ in found.items()}
+    rounds_ms = {
+        name: [[round(one.ms, 1) for one in two] for two in all_] for name, all_ in found.items()
+    }
+    return {
+        "first_ms": {name: all_[0][0].ms for name, all_ in found.items()},
+        "cold_ms": {name: median(cold.ms for cold, _ in all_) for name, all_ in later.items()},
+        "warm_ms": {name: median(warm.ms for _, warm in all_) for name, all_ in later.items()},
+        "cpu_s": {name: median(two[0].cpu_s for two in all_) for name, all_ in later.items()},
+        "share_from_l3": {n: min(two[0].share for two in all_) for n, all_ in found.items()},
+        "rounds_ms": rounds_ms,
+        "rounds_with_differing_replies": differing,
+        **ratios(later),
+    }
+
+
+def ratios(found: Mapping[str, Sequence[tuple[Ask, Ask]]]) -> dict[str, Any]:
+    """Ours as a share of others, median over the rounds, and the interval of the first of them."""
+    if not {OURS, FILE} <= found.keys():
+        return {}
+    parts: dict[str, Any] = {}
+    for other in found.keys() - {NO_L3, OURS}:
+        for at, state in enumerate(("cold", "warm")):
+            pairs = zip(found[OURS], found[other], strict=True)
+            each = [mine[at].ms / its[at].ms for mine, its in pairs]
+            parts[f"of_{other}_{state}"] = median(each)
+            parts[f"of_{other}_{state}_interval"] = median_interval(each)
+    return parts
+
+
+def measure(run: Run) -> Results:
+    given, rows = run.given, list[dict[str, Any]]()
+    torch.set_num_threads(1)
+    cases = [(f, d, t) for f in given.forms for d in given.dtypes for t in given.tokens]
+    with steps(len(cases) * (given.rounds + 1 + len(given.methods))) as advance:
+        for form, dtype, length in cases:
+            tokens = length // PAGE_SIZE * PAGE_SIZE
+            step_of = f"{form}, {dtype}, {tokens:,} tokens: "
+            model = real_model(form)
+            text = Text(model, tokens)
+            with scratch() as folder, ExitStack() as stack:
+                servers = dict[str, Restorer]()
+                for name in given.methods:
+                    advance(f"{step_of}{name} stores the history")
+                    one = restarted(name, run.machine, model, text, dtype, Path(folder))
+                    servers[name] = stack.enter_context(one)
+                sizes = {name: l3_bytes(one.l3) / tokens for name, one in servers.items()}
+                measured = at_length(servers, text, given.rounds, advance, step_of)
+                said = servers[OURS].said() if OURS in servers else ""
+            sizes[MOONCAKE] = kv_bytes(model, dtype)
+            rows.append(
+                {
+                    "form": form,
+                    "kv_heads": FORMS[form],
+                    "dtype": dtype,
+                    "tokens": tokens,
+                    "bytes_per_token": {n: s for n, s in sizes.items() if s and n in servers},
+                    "stored": said,
+                    **measured,
+                }
+            )
+    return {"model": TITLE, "rows": rows}
+
+
+def case(row: Row) -> str:
+    heads = "grouped-query" if row["kv_heads"] == FORMS["smollm2"] else "multi-head"
+    return f"{heads}, {row['dtype']}"
+
+
+def mean_ratio(results: Results, of: str) -> float:
+    return exp(fmean(log(row[of]) for row in results["rows"]))
+
+
+def finding(results: Results) -> str:
+    cold, warm = (mean_ratio(results, f"of_{FILE}_{state}") for state in ("cold", "warm"))
+    worst = max(row[f"of_{FILE}_cold"] for row in results["rows"])
+    return (
+        f"From cold disks the first token takes {cold:.2f} of the time of SGLang's file backend "
+        f"(geometric mean), at most {worst:.2f}; from the page cache {warm:.2f}"
+    )
+
+
+def shares(results: Results) -> Iterator[Row]:
+    """Rows with times as shares of those of `file` with cold files."""
+    for row in results["rows"]:
+        one = row["cold_ms"][FILE]
+        parts = {name: ms / one for name, ms in row["cold_ms"].items()}
+        yield {**row, "of_file": parts}
+
+
+def columns(results: Results) -> Columns:
+    cold = results["rows"][0]["cold_ms"]
+    warm = (FILE, NIXL, OURS)
+    return [
+        *(Column("attention, type", case), "history = tokens :,"),
+        *(f"{COMPARED[name].title}, ms = cold_ms.{name} :,.0f" for name in cold),
+        f"ours / `file` = of_{FILE}_cold | 95% = of_{FILE}_cold_interval",
+        *(f"{COMPARED[name].title}, warm = warm_ms.{name} :,.0f" for name in warm if name in cold),
+        f"ours / `file`, warm = of_{FILE}_warm",
+    ]
+
+
+def costs(results: Results) -> Columns:
+    cold = results["rows"][0]["cold_ms"]
+    return [
+        *(Column("attention, type", case), "history = tokens :,"),
+        *(f"{COMPARED[n].title}, bytes a token = bytes_per_token.{n} :,.0f" for n in (FILE, OURS)),
+        *(f"{COMPARED[name].title}, CPU s = cpu_s.{name} :.2f" for name in cold),
+        *(f"{COMPARED[name].title}, first ms = first_ms.{name} :,.0f" for name in (FILE, OURS)),
+    ]
+
+
+_TIMES, _BYTES = Table("rows", columns), Table("rows", costs)
+PROGRAM = Program(
+    name="real",
+    doc=__doc__,
+    measure=measure,
+    settings=(
+        several("--forms", str, list(FORMS), "of the model"),
+        several("--dtypes", str, ["bfloat16", "float32"], "that it is served in"),
+        several("--tokens", at_least(PAGE_SIZE), [1500, 4000, 7500], "histories"),
+        Setting("--methods", names(list(COMPARED)), DEFAULT, "contestants"),
+        Setting("--rounds", at_least(1), 6, "of questions, behind the first after the restart"),
+    ),
+    tables={"table": (_TIMES, _BYTES), "chosen": _TIMES},
+    said=lambda results: [finding(results)],
+    draw=Picture(
+        title=finding,
+        panels=by(case, shares),
+        x="tokens",
+        x_label="history, tokens",
+        y_label="time to the first token, of `file`",
+        series=(
+            Series("computed", f"of_file.{NO_L3}", "computed", ".--"),
+            Series("NIXL", f"of_file.{NIXL}", "nixl", ".--"),
+            Series("Mooncake (memory)", f"of_file.{MOONCAKE}", "pairs", ".--"),
+            Series("hcache, default options", f"of_file.{OURS}", "ours"),
+        ),
+        ratios="y",
+        at=(1, "SGLang file, cold", FILE),
+    ),
+)
+
+if __name__ == "__main__":
+    PROGRAM.run()
