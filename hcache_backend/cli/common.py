@@ -103,8 +103,7 @@ def served_model(path: Path, tp: int = 1) -> model_config.Model:
     if shape.heads % tp:
         raise Failure(f"--tp {tp}: must divide the model's {shape.heads} attention heads")
     if not shape.latent and shape.kv_heads % tp and tp % shape.kv_heads:
-        known = f"the model's {shape.kv_heads} KV heads"
-        raise Failure(f"--tp {tp}: must divide {known}, or be a multiple")
+        raise Failure(f"--tp {tp}: must divide the {shape.kv_heads} KV heads, or be a multiple")
     return model
 
 

@@ -25,7 +25,6 @@ from hcache_backend.plan.record import records, save_record
 from hcache_backend.plan.restore import Partition, describe
 
 _NAMES = ", ".join(PRESETS)
-_TITLES = {"mix": "this partition", "hidden": "hidden states", "kv": "KV offload"}
 _OPERATIONS = {
     "hidden_copy": "hidden states, host to device",
     "kv_load": "KV, host to pool",
@@ -55,23 +54,20 @@ def plan(
     ] = None,
 ) -> None:
     """Plan which layers to store as hidden states, as KV, or not at all; predict restore times."""
-    shape, sides, dtype = common.served_model(model, tp)
-    profile = _profile(hardware, ssds)
-    extra = []
+    shape, sides, dtype, weights = common.served_model(model, tp)
+    profile, card, extra = _profile(hardware, ssds), PRESETS.get(hardware.lower()), []
+    if card is not None and weights > tp * card.memory:
+        cards = f"{tp} card(s) of {card.memory / 1e9:.0f} GB"
+        extra.append(f"weights about {weights / 1e9:,.0f} GB on {cards}: they do not fit")
     if profile.model is None and dtype == "float32":  # assumed numbers are those of a GPU
         shape, dtype = shape.model_copy(update={"element_bytes": 2}), "float16"
         extra.append("float32 is planned as 16 bits: so SGLang serves it on a GPU")
     plain, shape = shape, encoded(shape, codec, dtype, tp=tp)
-    if shape != plain:
-        extra.append(
-            f"codec {codec}: {dtype} hidden states take {shape.hidden_bytes:,} of "
-            f"{plain.hidden_bytes:,} bytes, K and V {shape.kv_bytes:,} of {plain.kv_bytes:,}"
-        )
-    elif codec not in ("auto", "none"):
+    if shape == plain and codec not in ("auto", "none"):
         extra.append(f"codec {codec} does not apply to {dtype}; planned without it")
     result = PartitionPlan(profile, shape, tokens, tp, restore, sides)
     report = result.report()
-    report["notes"] += extra
+    report["notes"][:0] = extra
     if plot is not None:
         _draw(result, plot)
     if apply is not None:
@@ -99,8 +95,7 @@ def _profile(hardware: str, ssds: int | None) -> Profile:
         raise Failure(f"--hardware {hardware!r} is neither a preset nor a file; {hint}")
     profile = load_profile(Path(hardware))
     if ssds:
-        hint = "leave --ssds out, or give 0 for pages that are in host memory"
-        raise Failure(f"--ssds {ssds}: the profile {hardware} has its own measured L3; {hint}")
+        raise Failure(f"--ssds {ssds}: {hardware} has its own measured L3; leave it out, or give 0")
     return profile if ssds is None else profile.model_copy(update={"l3": None})
 
 
@@ -109,35 +104,46 @@ def _machine(result: PartitionPlan) -> str:
     l3 = "pages in host memory"
     if result.profile.l3 is not None:
         way = "read first" if result.l3 == "first" else "overlapped"
+        way += " with recomputing the front" * result.recomputes_front
         l3 = f"L3 at {result.profile.l3.per_second / 1e9:.1f} GB/s, {way}"
     devices = result.profile.device + (f" x {result.tp}" if result.tp > 1 else "")
     return f"{devices} ({result.profile.source}), {l3}"
 
 
+def _ways(result: PartitionPlan) -> list[tuple[str, PartitionPlan, str]]:
+    """Ways to serve a hit: title, plan and its choice."""
+    where, read = ("L3", "read, then ") if result.profile.l3 else ("host memory", "")
+    ways = [
+        ("this backend", result, "mix"),
+        (f"SGLang's own {where} (plain {result.model.cached}, {read}loaded)", result.plain, "kv"),
+        ("computed", result, "recompute"),
+        ("hidden states only", result, "hidden"),
+    ]
+    return [way for way in ways if way[-1] in result.choices]
+
+
 def _show(result: PartitionPlan, notes: list[str], path: Path) -> None:
-    model = result.model
-    methods = table("", "", "bytes/token#", "of KV#", "restore, ms#", "slower, x#", "binds")
-    for name in result.choices:
-        size, seconds = result.bytes_per_token(name), result.seconds(name)
-        share, slower = size / result.bytes_per_token("kv"), seconds / result.seconds("mix")
-        cells = f"{size:,}", f"{share:.2f}", f"{seconds * 1e3:,.1f}"
-        factor = "" if name == "mix" else f"{slower:.2f}"
-        methods.add_row(_TITLES.get(name, name), *cells, factor, result.binds(name))
-    heads = ("recompute#", "take, ms#", "at best, ms#", "with R + H + K", "from L3")
-    lengths = table("", "restores of#", *heads)
+    model, plain = result.model, result.plain.model
+    methods = table("", "", "bytes/token#", "of plain#", "time, ms#", "times ours#", "limited by")
+    for title, way, name in _ways(result):
+        size, seconds = way.bytes_per_token(name), way.seconds(name)
+        share, times = size / result.plain.bytes_per_token("kv"), seconds / result.seconds("mix")
+        cells = f"{size:,}", f"{share:.2f}", f"{seconds * 1e3:,.1f}", f"{times:.2f}"
+        methods.add_row(title, *cells, way.binds(name))
+    lengths = table("", "hits of tokens#", "layers recomputed#", "time, ms#", "such hits are")
     for count in LENGTHS:
         at = result.at_length(count)
-        cells = f"{at.recompute_layers}", f"{at.ms:,.1f}", f"{at.best_ms:,.1f}"
-        best = " + ".join(map(str, at.best.values()))
-        lengths.add_row(f"{count:,}", *cells, best, "refused" if at.refused else "read")
+        served = "computed instead" if at["refused"] else "restored"
+        lengths.add_row(f"{count:,}", f"{at['recompute_layers']}", f"{at['ms']:,.1f}", served)
     say(
         f"{path}: {model.family}, {model.layers} layers, hidden size {model.hidden}, "
         f"{model.attention} ({model.heads} heads, {model.kv_heads} of KV)\n"
         f"{_machine(result)}, {result.tokens:,} tokens\n",
-        Text(f"{describe(result.partition)}\n", "bold"),
+        Text(f"{describe(result.partition, model.latent)}\n{result.finding}\n", "bold"),
         methods,
-        f"\nBytes per token and layer: {model.hidden_bytes:,} as hidden states, "
-        f"{model.kv_bytes:,} as KV.\n",
+        f"\nBytes per token and layer: hidden states {model.hidden_bytes:,} "
+        f"({plain.hidden_bytes:,} plain), "
+        f"{model.cached} {model.kv_bytes:,} ({plain.kv_bytes:,} plain)\n",
         lengths,
         *(f"- {note}" for note in notes),
     )
@@ -150,14 +156,14 @@ def _draw(plan: PartitionPlan, path: Path) -> None:
 
     figure, model = Figure(figsize=(9, 5), layout="constrained"), plan.model
     axes, rows = figure.subplots(), list[str]()
-    for name in plan.choices:
-        tasks, seconds = plan.timeline(name), plan.seconds(name)
+    for title, way, name in _ways(plan):
+        tasks, seconds = way.timeline(name), way.seconds(name)
         for stream in dict.fromkeys(task.stream for task in tasks):
             mine = [task for task in tasks if task.stream == stream]
             spans = [(1e3 * task.start, 1e3 * (task.end - task.start)) for task in mine]
             colours = [_COLOURS[task.method] for task in mine]
             axes.broken_barh(spans, (len(rows), 0.8), facecolors=colours, edgecolor="w", lw=0.3)
-            rows.append(f"{_TITLES.get(name, name)}, {1e3 * seconds:,.1f} ms: {stream}")
+            rows.append(f"{title.partition(' (')[0]}, {1e3 * seconds:,.1f} ms: {stream}")
     axes.set_yticks([row + 0.4 for row in range(len(rows))], rows)
     axes.invert_yaxis()
     axes.set_xlabel("ms")
@@ -179,7 +185,7 @@ def profile(
     as_json: common.AsJson = False,
 ) -> None:
     """Measure L3, the way to the device, projection and recomputation on this machine."""
-    shape, _, _ = common.served_model(model)
+    shape = common.served_model(model).shape
     config = common.settings(folders, dirs)
     if out is not None and not out.absolute().parent.is_dir():
         raise Failure(f"--out {out}: there is no folder {out.absolute().parent}")
@@ -236,13 +242,14 @@ def _rate(value: float, unit: str) -> str:
 
 class Sizing(NamedTuple):
     """Room for conversations; page and host memory are a rank's, files those of all ranks.
-    ``shadows`` are host pages that stand for tokens on the device, ``ratio`` is host memory as a
-    multiple of the device's KV pool; None: the size of the pool was not given."""
+    ``shadows`` are host pages that stand for tokens on the device. ``least_bytes`` of host memory
+    exceed the device's KV pool, too: ``ratio`` times it, None if its size was not given."""
 
     page_bytes: int
     pages: int
     shadows: int
     host_bytes: int
+    least_bytes: int
     ratio: float | None
     file_bytes: int
     files: int
@@ -266,34 +273,36 @@ def sizing(
     KV pool has ``device_tokens`` (SGLang's ``max_total_num_tokens``)."""
     from hcache_backend.restore.exchange import shard_of_rank
 
-    heads = -(-model.kv_heads // tp)  # of a rank
+    heads = model.kv_heads if model.latent else -(-model.kv_heads // tp)  # of a rank
     stored = encoded(model, codec, dtype, tp=tp, page_size=page_size)
-    plain, kv_bytes = (
-        each.kv_bytes if model.latent else each.kv_bytes * heads // model.kv_heads
-        for each in (model, stored)
-    )
+    plain, kv_bytes = (each.kv_bytes * heads // model.kv_heads for each in (model, stored))
     shard = shard_of_rank(0, tp, page_size)
     hidden = hidden_layer(page_size, stored.hidden_bytes, model.hidden)
     kv_length, both = page_size * kv_bytes * shard.of, model.head_dim + model.value_dim
-    segments = []
-    for width in (model.head_dim, model.value_dim):
-        pieces = units_per_group(page_size, heads * width)
-        segments.append(Segment(kv_length * width // both, shard.of, pieces))
+    segments = (
+        Segment(kv_length * width // both, shard.of, units_per_group(page_size, heads * width))
+        for width in (model.head_dim, model.value_dim)
+    )
     kv, files = StoredLayer(tuple(segments)), tp  # K and V are those of a rank's own heads
     if model.latent or not partition.kv:
         kv, files = hidden_layer(page_size, kv_bytes, model.kv_width), shard.of
     kinds = ((RECOMPUTED, partition.recompute), (hidden, partition.hidden), (kv, partition.kv))
     layers = tuple(layer for layer, count in kinds for _ in range(count))
     layout = PageLayout(page_size, layers, shard)
-    table, page_bytes = layout.table, layout.page_bytes
-    pages = conversations * (tokens // page_size)
+    pages, given, page_bytes = (
+        conversations * (tokens // page_size),
+        device_tokens or 0,
+        layout.page_bytes,
+    )
     # SGLang's pool has a page more than it gives out.
-    shadows = ((device_tokens or 0) // page_size + 1) * bool(partition.hidden)
+    on_device, pool = given // page_size + 1, given * partition.layers * plain
+    shadows = on_device * bool(partition.hidden)
     host_bytes = (pages + shadows) * page_bytes
-    ratio = host_bytes / (device_tokens * len(layers) * plain) if device_tokens else None
-    file_bytes, files = file_layout(table, shard).file_bytes, pages * files
-    disk_bytes = files * file_bytes
-    return Sizing(page_bytes, pages, shadows, host_bytes, ratio, file_bytes, files, disk_bytes)
+    least_bytes = max(host_bytes, pool + page_bytes, (on_device + shadows) * page_bytes)
+    ratio = least_bytes / pool if pool else None
+    host = shadows, host_bytes, least_bytes, ratio
+    file_bytes, files = file_layout(layout.table, shard).file_bytes, pages * files
+    return Sizing(page_bytes, pages, *host, file_bytes, files, files * file_bytes)
 
 
 def size(
@@ -309,7 +318,7 @@ def size(
     as_json: common.AsJson = False,
 ) -> None:
     """Compute the host memory and the disk that conversations take."""
-    shape, sides, dtype = common.served_model(model, tp)
+    shape, sides, dtype, _ = common.served_model(model, tp)
     smaller = encoded(shape, codec, dtype, tp=tp, page_size=page_size).hidden_is_smaller
     layers = shape.layers - (0 if sides is None else sides.layers)
     hidden = not (shape.latent or sides) and (mode == "hidden" or (mode == "auto" and smaller))
@@ -317,24 +326,33 @@ def size(
     asked = {"conversations": conversations, "tokens": tokens, "device_tokens": device_tokens}
     pages: dict[str, Any] = {**asked, "page_size": page_size, "codec": codec, "tp": tp}
     found = sizing(shape, dtype, partition, **pages)
-    quota = math.ceil(found.disk_bytes / folders)
-    gigabytes = math.ceil(found.host_bytes / 1e9)
-    memory = f"--hicache-size {gigabytes}"
+    # A quota of 0 would keep nothing, not even one page of a longer conversation.
+    quota = max(found.file_bytes, math.ceil(found.disk_bytes / folders))
+    gigabytes = math.ceil(found.least_bytes / 1e9)
+    memory = f"{found.host_bytes / 1e9:,.1f} GB per rank"
+    memory += f", {tp * found.host_bytes / 1e9:,.1f} GB for {tp} ranks" if tp > 1 else ""
+    memory += f": --hicache-size {gigabytes}"
     if found.ratio is not None:
         memory += f" (or --hicache-ratio {math.ceil(10 * found.ratio) / 10})"
-    elif hidden:
-        memory += f", and {found.page_bytes:,} bytes for each {page_size} tokens on the GPU"
-    text = (
-        f"{describe(partition)}; {found.page_bytes:,} bytes per {page_size}-token page and rank\n"
-        f"Host memory for all of them: {found.host_bytes / 1e9:,.1f} GB per rank: {memory}\n"
+    lines = [
+        f"{describe(partition, shape.latent)}; "
+        f"{found.page_bytes:,} bytes per {page_size}-token page and rank",
+        f"Host memory for all of them: {memory}",
         f"Disk: {found.disk_bytes / 1e9:,.1f} GB in {found.files:,} files: "
-        f"quota_bytes {quota} for each of {folders} folder(s)\n"
-        "Host memory may hold fewer conversations than the disk: those in use within minutes."
-    )
+        f"quota_bytes {quota} for each of {folders} folder(s)",
+        "Host memory may hold fewer conversations than the disk: those in use within minutes.",
+    ]
+    if not found.pages:
+        lines.append(f"Nothing is stored: fewer than {page_size} tokens fill no page")
+    if device_tokens is None:
+        lines.append("Host memory must exceed the KV pool of the GPU: give --device-tokens")
+    if tp > shape.kv_heads and not (hidden or shape.latent):
+        each = f"each of the {shape.kv_heads} KV heads is stored by {tp // shape.kv_heads} ranks"
+        lines.append(f"Disk and host memory have K and V several times: {each}")
     if sides is not None:
-        text += (
-            f"\nNot counted, of the {sides.layers} other layers: a {sides.kind} behind each prompt "
+        lines.append(
+            f"Not counted, of the {sides.layers} other layers: a {sides.kind} behind each prompt "
             f"and reply, {sides.size:,} bytes"
         )
     options = {"hicache_size": gigabytes, "quota_bytes": quota, "sides": sides and sides.size}
-    common.output({**found._asdict(), **options}, as_json, lambda _: common.say(text))
+    common.output({**found._asdict(), **options}, as_json, lambda _: say(*lines))

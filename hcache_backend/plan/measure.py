@@ -28,7 +28,7 @@ from hcache_backend.format.envelope import round_up
 from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.profile import Profile, Rate, processor_name
 from hcache_backend.store import FileOps, best_file_ops
-from hcache_backend.store.file_ops import FOLDER, PageIO, probe_alignment
+from hcache_backend.store.file_ops import FOLDER, PageIO, move_all, probe_alignment
 from hcache_backend.store.folder import existing_part
 from hcache_backend.streams import current_stream, gpu_name, host_tensor, release_memory
 from hcache_kernels.pages import gather_pages, gather_planes
@@ -215,6 +215,7 @@ def measure(
             points[operation] = bench.points(operation)
     release_memory(bench.device)  # gigabytes, for the products of large models
     rates: dict[str, Any] = {operation: fit(found) for operation, found in points.items()}
+    times = {name: tuple((p.tokens, p.seconds) for p in found) for name, found in points.items()}
     return Profile(
         device=device_name(bench.device),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -223,10 +224,7 @@ def measure(
         l3=l3,
         model=bench.model,
         dirs=tuple(map(str, dirs)),
-        points={
-            operation: tuple((point.tokens, point.seconds) for point in found)
-            for operation, found in points.items()
-        },
+        points=times,
         **rates,
     )
 
@@ -273,9 +271,7 @@ def _written(
     room[:] = os.urandom(piece)
     until, written = time.perf_counter() + seconds, 0
     while written < pieces and (written < _LEAST_PIECES or time.perf_counter() < until):
-        done = 0
-        while done < piece:
-            done += ops.write(fd, [room[done:]], written * piece + done)
+        move_all(ops.write, fd, [room], written * piece, piece)
         written += 1
     os.fdatasync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from hcache_backend.config import ConfigError
 from hcache_backend.plan.model_shape import Latent, ModelShape, Sides
 
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+_OUTER = ("torch_dtype", "dtype", "model_type", "quantization_config")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -25,6 +27,7 @@ _ACTIVE = ("num_experts_per_tok", "moe_top_k", "moe_topk", "num_experts_per_toke
 _EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 _SHARED_WIDTH = ("shared_expert_intermediate_size", "share_expert_dim")
+_LOOPS = ("loop_num", "num_loops")
 _DENSE_FIRST = ("first_k_dense_replace", "moe_layer_start_index")
 _DTYPES = {
     "float32": "float32", "float": "float32", "bfloat16": "bfloat16",
@@ -68,19 +71,21 @@ _DELTA_NET = (  # without "linear_"
 
 
 class Model(NamedTuple):
-    """A model; ``sides`` is what its layers beside the full-attention ones keep, and ``dtype`` is
-    ``bfloat16``, ``float16`` or ``float32``."""
+    """A model; ``sides`` is what its layers beside the full-attention ones keep, ``dtype`` is
+    ``bfloat16``, ``float16`` or ``float32``, and ``weight_bytes`` is about right for a GPU."""
 
     shape: ModelShape
     sides: Sides | None
     dtype: str
+    weight_bytes: int
 
 
 def read_model(path: Path) -> Model:
     """The model of a ``config.json`` or a folder; raises ConfigError."""
     fields = _Fields(*(given := _read(path)))
     sides = _sides(fields)
-    return Model(shape_from_config(*given, states=sides is not None), sides, _dtype(fields))
+    shape = shape_from_config(*given, states=sides is not None)
+    return Model(shape, sides, _dtype(fields), _weight_bytes(fields, shape))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
@@ -89,8 +94,8 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     try:
         table = json.loads(file.read_text())
     except OSError as error:
-        hint = "name a config.json or a model's folder"
-        raise ConfigError(f"cannot read {file}: {error.strerror}; {hint}") from None
+        why = f"{error.strerror}; name a config.json or its folder"
+        raise ConfigError(f"cannot read {file}: {why}") from None
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON: {error}") from None
     if not isinstance(table, dict):
@@ -105,16 +110,15 @@ def shape_from_config(table: Mapping[str, Any], source: str, *, states: bool = F
     if not states:
         _require_kv_cache(fields)
     twice = 1 + fields.family.startswith("longcat_flash")  # two attentions in a layer
-    loops = fields.integer("loops over the layers", ("loop_num", "num_loops"), twice)
+    loops = fields.integer("loops over the layers", _LOOPS, twice)
     hidden = fields.integer("hidden size", _HIDDEN)
     heads = fields.integer("number of attention heads", _HEADS)
     if latent := _latent(fields):
         key_dim = fields.integer("head size without RoPE", ("qk_nope_head_dim",))
         head_dim, kv_heads = key_dim + latent.rope_dim, heads
-        value_dim = fields.integer("head size of V", ("v_head_dim",))
     else:
         head_dim, kv_heads = _head_dim(fields, hidden, heads), _kv_heads(fields, heads)
-        value_dim = fields.integer("head size of V", ("v_head_dim",), head_dim)
+    value_dim = fields.integer("head size of V", ("v_head_dim",), None if latent else head_dim)
     return ModelShape(
         family=fields.family,
         layers=fields.integer("number of layers", _LAYERS) * loops,
@@ -137,8 +141,8 @@ class _Fields:
     def __init__(self, table: Mapping[str, Any], source: str) -> None:
         merged: dict[str, Any] = dict(table)
         while nested := next((merged[k] for k in _NESTED if isinstance(merged.get(k), dict)), None):
-            outer = {k: v for k, v in merged.items() if k in ("torch_dtype", "dtype", "model_type")}
-            merged = {**outer, **nested}
+            outer = {name: merged[name] for name in _OUTER if name in merged}
+            merged = outer | {k: v for k, v in nested.items() if v is not None}
         for part in ("attn_config", "ffn_config"):  # DBRX, MPT
             if isinstance(merged.get(part), dict):
                 merged = {**merged[part], **merged}
@@ -163,8 +167,7 @@ class _Fields:
         if default is not None:
             return default
         listed = " or ".join(repr(name) for name in names)
-        hint = "take the config.json that came with the model's weights"
-        raise self.error(f"no {what}: field {listed} is missing; {hint}")
+        raise self.error(f"no {what}: field {listed} is missing; take the weights' config.json")
 
     def wrong(self, name: str, right: str) -> ConfigError:
         return self.error(f"field {name!r} is {json.dumps(self.value(name))}; it {right}")
@@ -175,8 +178,7 @@ class _Fields:
 
 def _require_kv_cache(fields: _Fields) -> None:
     if fields.value("is_encoder_decoder") is True:
-        right = "must be false: only decoder-only models have KV to restore"
-        raise fields.wrong("is_encoder_decoder", right)
+        raise fields.wrong("is_encoder_decoder", "must be false: only decoder-only KV is restored")
     for name, meaning in _UNPLANNED.items():
         if fields.value(name) is not None:
             raise fields.error(f"field {name!r} means {meaning}")
@@ -190,8 +192,7 @@ def _layer_types(fields: _Fields) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise fields.wrong("layer_types", "must be a list with the kind of every layer")
     if unknown := sorted(set(value) - _STATE_LAYERS - _WINDOW_LAYERS - _FULL_LAYERS):
-        what = "a kind of layer whose cache is not known"
-        raise fields.error(f"field 'layer_types' has {', '.join(unknown)}: {what}")
+        raise fields.error(f"field 'layer_types' has {', '.join(unknown)}: its cache is not known")
     return value
 
 
@@ -199,10 +200,8 @@ def _sides(fields: _Fields) -> Sides | None:
     """None: there are none with a pool of their own, or their size is unknown."""
     count = fields.integer("number of layers", _LAYERS)
     kinds = _layer_types(fields)[:count]  # Step-3.5's list has its draft layers, too
-    pattern, interval = (
-        fields.value("hybrid_layer_pattern"),
-        fields.value("full_attention_interval"),
-    )
+    pattern = fields.value("hybrid_layer_pattern")
+    interval = fields.value("full_attention_interval")
     if isinstance(pattern, list):
         kinds = ["sliding_attention" if windowed else "full" for windowed in pattern]
     elif fields.family.startswith("llama4"):
@@ -248,10 +247,8 @@ def _head_dim(fields: _Fields, hidden: int, heads: int) -> int:
     if given := fields.integer("head size", _HEAD_DIM, 0):
         return given
     if hidden % heads:
-        raise fields.error(
-            f"the hidden size {hidden} is no multiple of the {heads} heads, and there is no "
-            "'head_dim' that would say how wide a head is"
-        )
+        wide = f"hidden size {hidden} is no multiple of {heads} heads"
+        raise fields.error(f"{wide}; 'head_dim' must say how wide a head is")
     return hidden // heads
 
 
@@ -261,10 +258,8 @@ def _kv_heads(fields: _Fields, heads: int) -> int:
     else:
         kv_heads = fields.integer("number of KV heads", _KV_HEADS, heads)
     if heads % kv_heads:
-        raise fields.error(
-            f"{heads} attention heads are no multiple of {kv_heads} KV heads; "
-            "'num_key_value_heads' must divide 'num_attention_heads'"
-        )
+        names = "'num_key_value_heads' must divide 'num_attention_heads'"
+        raise fields.error(f"{names}: {heads} is no multiple of {kv_heads}")
     return kv_heads
 
 
@@ -277,8 +272,20 @@ def _dtype(fields: _Fields) -> str:
     return found
 
 
-def _mlp_width(fields: _Fields, hidden: int) -> int:
-    """Inner width that a token passes, averaged over the layers."""
+def _weight_bytes(fields: _Fields, shape: ModelShape) -> int:
+    """SGLang has weights in 16 bits on a GPU, and those of layers in fewer if they are quantised.
+    All methods name their bits, or their format."""
+    how = json.dumps(fields.value("quantization_config")).lower()
+    named = (n for n in (4, 8) if re.search(rf'bits": {n}\b|fp{n}|in_{n}bit": true', how))
+    every = shape.model_copy(update={"mlp_width": _mlp_width(fields, shape.hidden, every=True)})
+    layers = shape.layers // fields.integer("loops over the layers", _LOOPS, 1)
+    words = fields.integer("number of words", ("vocab_size",), 0)
+    embeddings = 2 * words * shape.hidden * (1 + (fields.value("tie_word_embeddings") is False))
+    return layers * every.dense_flops // 2 * next(named, 16) // 8 + embeddings
+
+
+def _mlp_width(fields: _Fields, hidden: int, *, every: bool = False) -> int:
+    """Inner width that a token passes, averaged over the layers; or that of ``every`` expert."""
     default = 4 * hidden if fields.family in _FOUR_WIDE else None
     experts = fields.integer("number of experts", _EXPERTS, 1)
     if experts == 1:
@@ -286,7 +293,7 @@ def _mlp_width(fields: _Fields, hidden: int) -> int:
         return width // 2 if fields.family == "qwen" else width  # Qwen-1 counts gate and up as one
     expert = fields.integer("width of an expert", (*_EXPERT_WIDTH, *_MLP_WIDTH))
     dense = fields.integer("width of the MLP", ("intermediate_size_mlp", *_MLP_WIDTH), expert)
-    sparse = fields.integer("number of active experts", _ACTIVE) * expert
+    sparse = expert * (experts if every else fields.integer("number of active experts", _ACTIVE))
     if fields.family.startswith("longcat_flash"):  # experts beside every other dense MLP
         return dense + sparse // 2
     if shared := fields.integer("width of the shared expert", _SHARED_WIDTH, 0):

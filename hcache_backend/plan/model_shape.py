@@ -66,6 +66,10 @@ class ModelShape(BaseModel):
         return "MQA" if self.kv_heads == 1 else "GQA"
 
     @property
+    def cached(self) -> str:
+        return "latents" if self.latent else "K and V"
+
+    @property
     def kv_width(self) -> int:
         """Cached elements of K and V."""
         if self.latent:

@@ -1,11 +1,10 @@
-"""A server's plan for a model on a machine, and the load of many conversations: the numbers that
-``hcache plan`` shows."""
+"""A server's plan for a model on a machine: the numbers that ``hcache plan`` shows."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from hcache_backend.plan import restore as restores
 from hcache_backend.plan.model_shape import ModelShape, Sides
@@ -15,17 +14,6 @@ from hcache_backend.plan.restore import L3Path, Partition, Restore, Task, descri
 Resource = Literal["compute", "bus", "l3"]
 RestorePath = Literal["auto", "layerwise"]  # option restore
 LENGTHS = (256, 1024, 4096, 16384)  # tokens of other restores to show
-
-
-class AtLength(NamedTuple):
-    """A restore of another length, from the stored layers and by the best partition (``best``). If
-    ``refused``, a server computes the hit instead, because that is sooner."""
-
-    recompute_layers: int
-    ms: float
-    best: dict[str, int]
-    best_ms: float
-    refused: bool
 
 
 @dataclass(frozen=True)
@@ -58,8 +46,7 @@ class PartitionPlan:
 
     def _restores(self, l3: L3Path) -> Restore:
         layers = Partition(0, 0, self.model.layers - (self.sides.layers if self.sides else 0))
-        of_model = self.profile, self.model, layers, self.tp
-        found = Restore(*of_model, paper=True, sides=self.sides)
+        found = Restore(self.profile, self.model, layers, self.tp, paper=True, sides=self.sides)
         stored = found.fastest(self.tokens, l3)
         # Without hidden states a server decides at no load what to recompute.
         return replace(found, partition=stored, recomputable=stored.layers * bool(stored.hidden))
@@ -82,6 +69,24 @@ class PartitionPlan:
             del pure["hidden"]
         return {"mix": self.partition, **pure, "recompute": Partition(self.model.layers, 0, 0)}
 
+    @cached_property
+    def plain(self) -> PartitionPlan:
+        """SGLang without us, as choice ``kv``: all pages as they are, read before they are loaded.
+        Every rank loads whole latents; L3 is counted as if it read them once."""
+        profile = self.profile.model_copy(update={"gathers": False})
+        return replace(self, profile=profile, model=self.model.as_it_is, restore="layerwise")
+
+    @property
+    def finding(self) -> str:
+        """What our server gains; it computes the hits that it refuses."""
+        how, ours, computing = "", self.seconds("mix"), self.seconds("recompute")
+        if self.refused:
+            how, ours = " computes such L3 hits (option 'min_gain')", computing
+        return (
+            f"This backend{how}: {self.plain.seconds('kv') / ours:.1f} times as fast as SGLang's "
+            f"plain pages, {computing / ours:.1f} times as fast as computing"
+        )
+
     def bytes_per_token(self, choice: str) -> int:
         """Stored bytes of a token; for the mix a server stores every layer."""
         kept = self.stored if choice == "mix" else self.choices[choice]
@@ -95,11 +100,6 @@ class PartitionPlan:
     def recomputes_front(self) -> bool:
         """True if a hit is read from its last page on while its front is recomputed."""
         return self.l3 == "overlapped" and not self.sides
-
-    @property
-    def seconds_read_only(self) -> float:
-        """Predicted time of a restore without a recomputed front."""
-        return self._simulated(self.partition, self.tokens, self.l3)
 
     def timeline(self, choice: str) -> list[Task]:
         """The pipeline of one of :attr:`choices`, without a recomputed front."""
@@ -135,13 +135,11 @@ class PartitionPlan:
         """True if a server computes such L3 hits instead, because that is sooner."""
         return self._refuses(self.tokens)
 
-    def at_length(self, tokens: int) -> AtLength:
+    def at_length(self, tokens: int) -> dict[str, Any]:
+        """A restore of another length, for JSON. The server computes hits that it refuses."""
         used = self._restored(tokens)
-        recomputes = self.machine.recomputable and self.tp == 1 and not self.recomputes_front
-        methods = restores.LAYER_METHODS if recomputes else ("hidden", "kv")
-        best = self.machine.fastest(tokens, self.l3, None if self.sides else methods)
-        ms, best_ms = (1e3 * self._seconds(each, tokens) for each in (used, best))
-        return AtLength(used.recompute, ms, asdict(best), best_ms, self._refuses(tokens))
+        found = {"recompute_layers": used.recompute, "ms": 1e3 * self._seconds(used, tokens)}
+        return found | {"refused": self._refuses(tokens)}
 
     def notes(self) -> list[str]:
         """Sentences that explain the numbers."""
@@ -153,10 +151,11 @@ class PartitionPlan:
                 reason = "only the full-attention layers have pages of their own"
             elif not model.hidden_is_smaller:
                 reason = (
-                    f"they take {model.hidden_bytes:,} bytes per token and layer, KV takes "
+                    f"they take {model.hidden_bytes:,} bytes per token and layer, {model.cached} "
                     f"{model.kv_bytes:,} ({model.attention})"
                 )
-            found.append(f"hidden states do not pay: {reason}; instead: {describe(partition)}")
+            instead = describe(partition, model.latent)
+            found.append(f"hidden states do not pay: {reason}; instead: {instead}")
         if model.latent:
             found.append("MLA pools are served in KV mode: of a page each rank keeps a part")
         if self.sides:
@@ -188,21 +187,6 @@ class PartitionPlan:
                 f"a hit that is read whole keeps L3 busy for {busy * 1e3:,.1f} ms, so L3 reads at "
                 f"most {1 / busy:,.1f} of them per second"
             )
-        if self.restore == "auto" and self.tp > 1 and (partition.hidden or model.latent):
-            what = "latents" if model.latent else "hidden states"
-            where = "on GPUs of several tensor-parallel ranks"
-            found.append(f"{where} the server restores {what} layer-wise")
-        if self.recomputes_front and self.seconds("mix") < self.seconds_read_only:
-            found.append(
-                "front pages are recomputed while L3 is read from the last page on; to read all "
-                f"takes {self.seconds_read_only * 1e3:,.1f} ms"
-            )
-        if self.refused:
-            times = self._seconds(self.stored, self.tokens) / self.seconds("recompute")
-            found.append(
-                f"L3 hits of {self.tokens:,} tokens are refused: computing them is {times:.1f} "
-                "times as fast (option 'min_gain'); hits in host memory are restored"
-            )
         return found
 
     def report(self) -> dict[str, Any]:
@@ -217,15 +201,18 @@ class PartitionPlan:
             "layers": asdict(self.partition),
             "bytes_per_token": self.bytes_per_token("mix"),
             "kv_bytes_per_token": self.bytes_per_token("kv"),
+            "plain_bytes_per_token": self.plain.bytes_per_token("kv"),
             "sides": self.sides and self.sides._asdict(),
             "bytes_per_token_and_layer": {"hidden": model.hidden_bytes, "kv": model.kv_bytes},
-            "predicted_ms": {name: self.seconds(name) * 1e3 for name in self.choices},
+            "predicted_ms": {name: self.seconds(name) * 1e3 for name in self.choices}
+            | {"plain": self.plain.seconds("kv") * 1e3},
+            "finding": self.finding,
             "busy_ms": {name: value * 1e3 for name, value in self.busy("mix").items()},
             "binds": self.binds("mix"),
             "recomputes_front": self.recomputes_front,
-            "read_only_ms": self.seconds_read_only * 1e3,
+            "read_only_ms": self._simulated(self.partition, self.tokens, self.l3) * 1e3,
             "refused": self.refused,
-            "at_length": {str(tokens): self.at_length(tokens)._asdict() for tokens in LENGTHS},
+            "at_length": {str(tokens): self.at_length(tokens) for tokens in LENGTHS},
             "notes": self.notes(),
         }
 

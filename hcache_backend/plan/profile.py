@@ -5,9 +5,8 @@ size."""
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -68,21 +67,17 @@ class Profile(BaseModel):
 def load_profile(path: Path) -> Profile:
     """Read a saved profile; a ConfigError names every wrong field."""
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        return Profile.model_validate_json(path.read_bytes())
+    except OSError as error:
         raise ConfigError(f"cannot read the profile {path}: {error}") from None
-    try:
-        return Profile.model_validate_json(text)
     except ValidationError as error:
-        lines = []
+        wrong = [f"{path}: make a new profile with `hcache profile --out FILE`"]
         for detail in error.errors():
-            field = ".".join(str(part) for part in detail["loc"])
-            about = f"field {field!r}" if field else "no profile"
-            if field and detail["type"] not in ("missing", "extra_forbidden"):
-                about += f" is {detail['input']!r}"
-            lines.append(f"{path}: {about}: {detail['msg']}")
-        hint = "; make a new one with `hcache profile --out FILE`"
-        raise ConfigError("; ".join(lines) + hint) from None
+            field = ".".join(map(str, detail["loc"]))
+            shown = field and detail["type"] not in ("missing", "extra_forbidden")
+            value = f" is {detail['input']!r}" if shown else ""
+            wrong.append(f"field {field!r}{value}: {detail['msg']}" if field else detail["msg"])
+        raise ConfigError("; ".join(wrong)) from None
 
 
 # ---- machines by name: peak rates of data sheets, and the assumed shares that a restore reaches.
@@ -96,12 +91,12 @@ _TABLE_2 = "paper, Table 2"
 _DATA_SHEET = "vendor's data sheet, dense, FP32 accumulation"
 
 
-@dataclass(frozen=True)
-class Hardware:
+class Hardware(NamedTuple):
     """Peak rates of one accelerator: FLOP/s of a dense 16-bit GEMM, bytes per second from the host
-    (PCIe x16); ``nvlink``: several are connected faster than by PCIe."""
+    (PCIe x16); ``nvlink``: several are connected faster than by PCIe; ``memory``: its bytes."""
 
     name: str
+    memory: float
     flops: float
     bus: float
     nvlink: bool
@@ -109,19 +104,19 @@ class Hardware:
 
 
 PRESETS: dict[str, Hardware] = {
-    "a100-40g": Hardware("A100-40G SXM4", 312e12, _PCIE4, True, _TABLE_2),
-    "a30": Hardware("A30", 165e12, _PCIE4, False, _TABLE_2),
+    "a100-40g": Hardware("A100-40G SXM4", 40e9, 312e12, _PCIE4, True, _TABLE_2),
+    "a30": Hardware("A30", 24e9, 165e12, _PCIE4, False, _TABLE_2),
     # Table 2 has 330T: the rate with FP16 accumulation, which bf16 does not have and PyTorch does
     # not use by default. With FP32 accumulation it is half.
-    "rtx4090": Hardware("RTX 4090", 165.2e12, _PCIE4, False, _DATA_SHEET),
-    "l20": Hardware("L20", 120e12, _PCIE4, False, _TABLE_2),
-    "h800": Hardware("H800", 990e12, _PCIE5, True, _TABLE_2),
-    "a100-80g": Hardware("A100-80G SXM4", 312e12, _PCIE4, True, _DATA_SHEET),
-    "h100": Hardware("H100 SXM", 989e12, _PCIE5, True, _DATA_SHEET),
-    "h200": Hardware("H200 SXM", 989e12, _PCIE5, True, _DATA_SHEET),
-    "l40s": Hardware("L40S", 362e12, _PCIE4, False, _DATA_SHEET),
-    "rtx5090": Hardware("RTX 5090", 209.5e12, _PCIE5, False, _DATA_SHEET),
-    "mi300x": Hardware("MI300X", 1307e12, _PCIE5, True, _DATA_SHEET),
+    "rtx4090": Hardware("RTX 4090", 24e9, 165.2e12, _PCIE4, False, _DATA_SHEET),
+    "l20": Hardware("L20", 48e9, 120e12, _PCIE4, False, _TABLE_2),
+    "h800": Hardware("H800", 80e9, 990e12, _PCIE5, True, _TABLE_2),
+    "a100-80g": Hardware("A100-80G SXM4", 80e9, 312e12, _PCIE4, True, _DATA_SHEET),
+    "h100": Hardware("H100 SXM", 80e9, 989e12, _PCIE5, True, _DATA_SHEET),
+    "h200": Hardware("H200 SXM", 141e9, 989e12, _PCIE5, True, _DATA_SHEET),
+    "l40s": Hardware("L40S", 48e9, 362e12, _PCIE4, False, _DATA_SHEET),
+    "rtx5090": Hardware("RTX 5090", 32e9, 209.5e12, _PCIE5, False, _DATA_SHEET),
+    "mi300x": Hardware("MI300X", 192e9, 1307e12, _PCIE5, True, _DATA_SHEET),
 }
 
 

@@ -66,9 +66,9 @@ class Partition:
         return Partition(first, hidden, self.layers - first - hidden)
 
 
-def describe(partition: Partition) -> str:
+def describe(partition: Partition, latent: object = None) -> str:
     """The methods in words, in the order of the layers."""
-    words = "recomputed", "from hidden states", "loaded as KV"
+    words = "recomputed", "from hidden states", f"loaded as {'latents' if latent else 'KV'}"
     parts = ((getattr(partition, of), how) for of, how in zip(LAYER_METHODS, words, strict=True))
     return ", ".join(f"{n} layer{'s' if n > 1 else ''} {how}" for n, how in parts if n)
 

@@ -339,35 +339,35 @@ class PageIO:
             pieces = [*pieces, _ZEROS[:padding]]
         whole = round_up(length)
         if _aligned(pieces, 0, self.alignment):
-            _move_all(self._ops.write, fd, pieces, 0, whole)
+            move_all(self._ops.write, fd, pieces, 0, whole)
             return 0
         file, bounce = PageMemory(pieces), self.scratch.bounce
         for start in range(0, whole, len(bounce)):
             size = min(len(bounce), whole - start)
             for piece, room in _beside(file.pieces(start, size), bounce):
                 np.copyto(room, piece)
-            _move_all(self._ops.write, fd, [bounce[:size]], start, size)
+            move_all(self._ops.write, fd, [bounce[:size]], start, size)
         return length
 
     def read(self, fd: int, offset: int, pieces: Sequence[memoryview]) -> int:
         """Fill ``pieces`` from ``offset`` of a long enough file on; returns the bytes copied."""
         length = sum(piece.nbytes for piece in pieces)
         if _aligned(pieces, offset, self.alignment):
-            _move_all(self._ops.read, fd, pieces, offset, length)
+            move_all(self._ops.read, fd, pieces, offset, length)
             return 0
         target, bounce, done = PageMemory(pieces), self.scratch.bounce, 0
         while done < length:
             skipped = (offset + done) % BLOCK
             size = min(length - done, len(bounce) - skipped)
             blocks = [bounce[: round_up(skipped + size)]]
-            _move_all(self._ops.read, fd, blocks, offset + done - skipped, skipped + size)
+            move_all(self._ops.read, fd, blocks, offset + done - skipped, skipped + size)
             for piece, room in _beside(target.pieces(done, size), bounce[skipped:]):
                 np.copyto(piece, room)
             done += size
         return length
 
 
-def _move_all(move: _Move, fd: int, pieces: Sequence[memoryview], offset: int, least: int) -> None:
+def move_all(move: _Move, fd: int, pieces: Sequence[memoryview], offset: int, least: int) -> None:
     """Read or write (``move``) the first ``least`` bytes of ``pieces`` at least: there, a file may
     end. It had its right length a moment ago, so that less is an OSError."""
     while (done := move(fd, pieces, offset)) < least:

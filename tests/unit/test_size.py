@@ -69,11 +69,11 @@ def test_ranks_share_hidden_states_and_have_kv_of_their_own() -> None:
 
 
 def test_pages_of_k_and_v_have_no_shadows() -> None:
-    found = sized(4, Partition(0, 0, 4), device_tokens=640, conversations=3, tokens=128)
+    found = sized(4, Partition(0, 0, 4), device_tokens=128, conversations=3, tokens=128)
     assert (found.pages, found.shadows) == (6, 0)
     assert found.host_bytes == 6 * (4096 + 64 * 8192)
     assert found.disk_bytes == 6 * (2 * 4096 + 64 * 8192)
-    assert found.ratio == found.host_bytes / (640 * 8192)
+    assert found.ratio == found.host_bytes / (128 * 8192)
 
 
 def test_by_default_values_of_16_bits_are_encoded() -> None:
@@ -99,10 +99,10 @@ def size(model: str, *options: str) -> str:
     ("model", "options", "said"),
     [
         ("llama-3-8b", [], ["32 layers loaded as KV", "--hicache-size 3081\n", "3,082.8 GB in"]),
-        ("llama-2-7b", [], ["from hidden states", "16,781,312 bytes for each 64 tokens on the"]),
+        ("llama-2-7b", [], ["from hidden states", "16,781,312 bytes per 64-token page and rank"]),
         ("llama-2-7b", ["--device-tokens", "40000"], ["(or --hicache-ratio 410.3)"]),
         ("llama-2-7b", ["--mode", "kv", "--folders", "2"], ["as KV", "each of 2 folder(s)"]),
-        ("deepseek-v3", ["--tp", "8"], ["61 layers loaded as KV", " in 4,096,000 files"]),
+        ("deepseek-v3", ["--tp", "8"], ["61 layers loaded as latents", " in 4,096,000 files"]),
     ],
 )
 def test_the_command_says_what_to_give_to_the_server(
@@ -125,3 +125,50 @@ def test_counts_have_units(option: str) -> None:
     assert found["3k"] == found["3000"] != json.loads(size("llama-3-8b", "--json"))
     done = CliRunner().invoke(app, arguments("llama-3-8b", given, "3kB"))
     assert done.exit_code == 2 and f"'{given}': '3kB' must be" in done.stderr
+
+
+@pytest.mark.parametrize("codec", ["auto", "none"])
+@pytest.mark.parametrize("partition", [Partition(0, 4, 0), Partition(0, 0, 4)])
+def test_host_memory_is_larger_than_the_device_pool(partition: Partition, codec: str) -> None:
+    found = sized(2, partition, device_tokens=6400, codec=codec)
+    pool = 6400 * 4 * 1024
+    assert found.ratio is not None and found.least_bytes == pytest.approx(found.ratio * pool)
+    assert found.least_bytes > pool  # as SGLang counts, which may serve the model with plain pages
+    assert found.least_bytes >= (101 + found.shadows) * found.page_bytes
+
+
+@pytest.mark.parametrize("mode", ["kv", "hidden"])
+def test_the_advice_is_never_below_the_device_pool(mode: str) -> None:
+    options = ("--mode", mode, "--tokens", "640", "--conversations", "1", "--device-tokens", "40K")
+    found = json.loads(size("llama-2-7b", *options, "--json"))
+    pool = 40_000 * 32 * 16_384
+    assert found["hicache_size"] * 1e9 > pool and found["ratio"] > 1
+    assert "--hicache-size 22 (or --hicache-ratio 1.1)" in size("llama-2-7b", *options)
+
+
+def test_without_the_device_pool_its_size_is_asked_for() -> None:
+    asked = "Host memory must exceed the KV pool of the GPU: give --device-tokens"
+    assert asked in size("llama-3-8b")
+    assert asked not in size("llama-3-8b", "--device-tokens", "40K")
+
+
+def test_short_conversations_fill_no_page_and_no_advice_is_0() -> None:
+    options = ("--tokens", "20", "--conversations", "1")
+    found = json.loads(size("llama-3-8b", *options, "--json"))
+    assert (found["pages"], found["hicache_size"]) == (0, 1)
+    assert found["quota_bytes"] == found["file_bytes"] > 0
+    text = size("llama-3-8b", *options)
+    assert "Nothing is stored: fewer than 64 tokens fill no page" in text
+    assert "fill no page" not in size("llama-3-8b")
+
+
+def test_ranks_are_added_up_and_heads_that_several_store_told() -> None:
+    found = {tp: json.loads(size("llama-3-8b", "--tp", str(tp), "--json")) for tp in (8, 16)}
+    assert found[16]["disk_bytes"] == pytest.approx(2 * found[8]["disk_bytes"], rel=0.01)
+    for tp, each in found.items():
+        text, rank = size("llama-3-8b", "--tp", str(tp)), each["host_bytes"] / 1e9
+        assert f"{rank:,.1f} GB per rank, {tp * rank:,.1f} GB for {tp} ranks:" in text
+        assert ("each of the 8 KV heads is stored by 2 ranks" in text) is (tp == 16)
+    assert "ranks:" not in size("llama-3-8b")
+    assert "is stored by" not in size("deepseek-v3", "--tp", "16")
+    assert "is stored by" not in size("llama-3-8b", "--tp", "16", "--mode", "hidden")

@@ -66,7 +66,7 @@ def test_a_model_is_as_large_as_sglang_says_or_the_field_is_named(
         with pytest.raises(ConfigError, match=f"field '{field}' "):
             read_model(tmp_path)
         return
-    shape, sides, _ = read_model(tmp_path)
+    shape, sides, *_ = read_model(tmp_path)
     layers = shape.layers - (sides.layers if sides else 0)
     assert MODELS[name]["sglang"] == {
         "layers": layers,
@@ -179,7 +179,7 @@ def test_windows_and_states_beside_the_pages(
     changes: dict[str, Any], sides: Sides | None, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes))
-    shape, found, _ = read_model(tmp_path)  # of a model's folder
+    shape, found, *_ = read_model(tmp_path)  # of a model's folder
     assert (shape.layers, found) == (32, sides)
 
 
@@ -248,3 +248,59 @@ def test_encoded_hidden_states_are_compared_with_encoded_k_and_v() -> None:
     assert not shape.hidden_is_smaller
     halved = shape.model_copy(update=encoded | {"kv_row_bytes": 2 * 6272})
     assert halved.hidden_is_smaller
+
+
+# Billions of weights that the authors count, with two embeddings of 32,000 words at most.
+WEIGHTS = {
+    "Llama-2-7B": 6.7,
+    "Llama-2-70B": 69,
+    "Llama-4-Scout": 107,
+    "Mixtral-8x7B": 46.7,
+    "Qwen2-57B-A14B": 56.5,
+    "Qwen3-235B-A22B": 234,
+    "DeepSeek-V3": 671,
+    "Kimi-K2": 1026,
+    "LongCat-Flash": 560,
+    "gpt-oss-120b": 116,
+    "GLM-4.5": 353,
+    "IQuest-Loop-Coder": 39,
+}
+
+
+def weights(config: dict[str, Any], folder: Path) -> int:
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_model(folder).weight_bytes
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_are_about_those_that_the_authors_count(name: str, tmp_path: Path) -> None:
+    found = weights(MODELS[name]["config"], tmp_path)
+    assert found == pytest.approx(2e9 * WEIGHTS[name], rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("how", "bits"),
+    [
+        (None, 16),
+        ({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}, 8),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, 4),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4),
+        ({"quant_method": "gptq", "bits": 8}, 8),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}, 4),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}, 4),
+        ({"config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, 8),
+        ({"quant_method": "unknown"}, 16),
+    ],
+)
+def test_quantised_weights_are_smaller_and_embeddings_are_not(
+    how: dict[str, Any] | None, bits: int, tmp_path: Path
+) -> None:
+    values = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    for changes, tables in (({}, 1), ({"tie_word_embeddings": False}, 2)):
+        config = LLAMA | {"vocab_size": 32000, "quantization_config": how} | changes
+        found = weights(config, tmp_path)
+        assert found == values * bits // 8 + tables * 32000 * 4096 * 2
+        # The language model of one with images says it outside.
+        outer = {"text_config": config | {"quantization_config": None}, "quantization_config": how}
+        assert weights(outer, tmp_path) == found
+    assert weights(config | {"torch_dtype": "float32"}, tmp_path) == found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,114 @@ def said(*arguments: object) -> str:
 # ---- plan ----
 
 
+def plain_ms(path: Path | str, hardware: str, *, ssds: int, tokens: int, tp: int = 1) -> float:
+    """By hand: SGLang reads all K and V as they are from L3, and then each rank loads its own."""
+    path = path if isinstance(path, Path) else CONFIGS / f"{path}.json"
+    shape, sides, *_ = read_model(path)
+    values = 2 if shape.element_bytes == 4 else shape.element_bytes
+    layers = shape.layers - (sides.layers if sides else 0)
+    size = tokens * layers * shape.kv_width * values + (sides.size if sides else 0)
+    of_rank = size if shape.latent else size / tp
+    reading = size / (ssds * 6.9e9) if ssds else 0
+    return 1e3 * (reading + of_rank / preset_profile(hardware).kv_load.per_second)
+
+
+LLAMA_70B = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def llama_70b(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_70B))
+    return path
+
+
+def test_a_plan_is_compared_with_what_sglang_does_alone(llama_70b: Path) -> None:
+    given = ("plan", "-m", llama_70b, "-w", "h100", "--ssds", 8, "--tokens", "60K", "--tp", 8)
+    found = json.loads(hcache(*given, "--json").stdout)
+    times = found["predicted_ms"]
+    plain = plain_ms(llama_70b, "h100", ssds=8, tokens=60_000, tp=8)
+    assert times["plain"] == pytest.approx(plain) and round(plain) == 402
+    shown = hcache(*given).stdout
+    fast = {name: f"{times[name] / times['mix']:.1f} times as fast as" for name in times}
+    finding = f"{fast['plain']} SGLang's plain pages, {fast['recompute']} computing"
+    assert found["finding"] == f"This backend: {finding}" and found["finding"] in shown
+    assert fast["plain"].startswith("1.7") and fast["recompute"].startswith("10.3")
+    rows = dict(re.findall(r"^(\w.*?) {2,}[\d,]+ +[\d.]+ +([\d.,]+) ", shown, re.M))
+    assert rows == {
+        "this backend": f"{times['mix']:,.1f}",
+        "SGLang's own L3 (plain K and V, read, then loaded)": f"{times['plain']:,.1f}",
+        "computed": f"{times['recompute']:,.1f}",
+        "hidden states only": f"{times['hidden']:,.1f}",
+    }
+
+
+@pytest.mark.parametrize(
+    ("hardware", "cards", "memory"),
+    [("h100", 1, 80), ("h100", 2, 0), ("H200", 1, 141), ("rtx4090", 4, 24), ("mi300x", 1, 0)],
+)
+def test_weights_that_do_not_fit_are_told(
+    llama_70b: Path, hardware: str, cards: int, memory: int
+) -> None:
+    done = hcache("plan", "-m", llama_70b, "-w", hardware, "--tp", cards)
+    told = f"- weights about 141 GB on {cards} card(s) of {memory} GB: they do not fit\n"
+    assert done.exit_code == 0
+    assert (told in done.stdout) is bool(memory) is ("do not fit" in done.stdout)
+
+
+def test_the_bytes_of_sglangs_pages_are_those_without_our_codec(llama_70b: Path) -> None:
+    """Option ``restore`` and ``codec`` of our server change nothing in what SGLang does alone."""
+    given = ("plan", "-m", llama_70b, "-w", "h100", "--ssds", 8, "--tp", 8, "--json")
+    options = (), ("--codec", "none"), ("--restore", "layerwise"), ("--codec", "exp4")
+    found = [json.loads(hcache(*given, *more).stdout) for more in options]
+    assert {each["plain_bytes_per_token"] for each in found} == {80 * 4096}
+    assert len({each["predicted_ms"]["plain"] for each in found}) == 1
+    assert len({each["predicted_ms"]["mix"] for each in found}) == len(options)
+
+
+@pytest.mark.parametrize("ssds", [0, 8])
+def test_ranks_of_sglang_load_whole_latents(ssds: int) -> None:
+    found = plan("deepseek-v3", "h100", "--ssds", ssds, "--tp", 8, "--tokens", "60K")
+    plain = plain_ms("deepseek-v3", "h100", ssds=ssds, tokens=60_000, tp=8)
+    assert found["predicted_ms"]["plain"] == pytest.approx(plain)
+
+
+def test_latents_and_hits_in_host_memory_are_called_that() -> None:
+    given = ("plan", "-m", CONFIGS / "deepseek-v3.json", "-w", "h200", "--tp", 8)
+    shown = hcache(*given).stdout
+    assert "61 layers loaded as latents\n" in shown and "as KV" not in shown
+    assert "hidden states 14,336 (14,336 plain), latents 882 (1,152 plain)\n" in shown
+    assert "SGLang's own host memory (plain latents, loaded)" in shown
+
+
+def test_hits_of_other_lengths_are_told_in_words() -> None:
+    options = ("-w", "h100", "--ssds", 1, "--restore", "layerwise")
+    shown = hcache("plan", "-m", CONFIGS / "llama-2-7b.json", *options).stdout
+    (row,) = re.findall(r"^ +4,096 .*$", shown, re.M)
+    assert re.split(" {2,}", row.strip()) == ["4,096", "2", "174.7", "computed instead"]
+
+
+def test_a_hit_that_is_computed_is_compared_as_such() -> None:
+    found = plan("llama-2-7b", "h100", "--ssds", 1, "--tokens", 4096, "--restore", "layerwise")
+    times = found["predicted_ms"]
+    assert found["refused"]
+    assert found["finding"] == (
+        "This backend computes such L3 hits (option 'min_gain'): "
+        f"{times['plain'] / times['recompute']:.1f} times as fast as SGLang's plain pages, "
+        "1.0 times as fast as computing"
+    )
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("hardware", ["h200", "rtx4090"])
 def test_every_architecture_is_planned(path: Path, hardware: str) -> None:
@@ -76,6 +185,7 @@ def test_every_architecture_is_planned(path: Path, hardware: str) -> None:
     assert found["kv_bytes_per_token"] == stored * sizes["kv"]
     assert found["binds"] in ("compute", "bus", "l3")
     times = found["predicted_ms"]
+    assert times["plain"] == pytest.approx(plain_ms(path.stem, hardware, ssds=1, tokens=1024))
     assert CLEARLY_LESS * times["mix"] <= min(times.get("hidden", times["kv"]), times["kv"])
     pays = not any("hidden states do not pay" in note for note in found["notes"])
     assert pays == (layers["hidden"] > 0)
@@ -88,8 +198,8 @@ def test_where_hidden_states_do_not_pay_the_plan_says_so() -> None:
     assert found["l3"] == "none"
     assert found["layers"] == {"recompute": 0, "hidden": 0, "kv": 61}
     (note,) = (note for note in found["notes"] if "do not pay" in note)
-    assert "14,336 bytes per token and layer, KV takes 882 (MLA)" in note
-    assert "61 layers loaded as KV" in note
+    assert "14,336 bytes per token and layer, latents 882 (MLA)" in note
+    assert "61 layers loaded as latents" in note
     assert any("served in KV mode" in note for note in found["notes"])
 
 
@@ -111,7 +221,7 @@ def test_a_hit_of_a_hybrid_model_brings_a_window_or_a_state(
     found = plan(name, "h100", *options, "--plot", tmp_path / "plan.png")
     assert found["sides"] == sides
     assert found["layers"] == {"recompute": 0, "hidden": 0, "kv": layers}
-    assert set(found["predicted_ms"]) == {"mix", "kv", "recompute"}
+    assert set(found["predicted_ms"]) == {"mix", "kv", "recompute", "plain"}
     assert not found["recomputes_front"]
     refused = {length: at["refused"] for length, at in found["at_length"].items()}
     assert refused["1024"] is (sides["kind"] == "state") and not refused["16384"]
@@ -167,8 +277,9 @@ def test_the_default_is_what_a_server_with_default_options_does(name: str, tp: i
     assert found["layers"] == {"recompute": 0, "hidden": 0, "kv": 0} | {
         stored: found["model"]["layers"]
     }
-    front = f"to read all takes {found['read_only_ms']:,.1f} ms"
-    told = any(note.endswith(front) for note in found["notes"])
+    given = ("-w", "h100", "--ssds", 1, "--tp", tp)
+    shown = hcache("plan", "-m", CONFIGS / f"{name}.json", *given).stdout
+    told = "overlapped with recomputing the front" in shown
     assert told is found["recomputes_front"] is (found["l3"] == "overlapped")
     times, read = found["predicted_ms"], found["read_only_ms"]
     if found["recomputes_front"]:  # at their two rates together, if L3 brings an eighth
@@ -196,26 +307,23 @@ def test_hits_that_take_longer_than_computing_them_are_refused(
     found = plan(*options)
     times = found["predicted_ms"]
     assert found["refused"] is refused is (times["recompute"] <= times["mix"])
-    assert any("L3 hits of 4,096 tokens are refused" in note for note in found["notes"]) is refused
+    assert found["finding"].startswith("This backend computes such L3 hits") is refused
     assert not plan(*options, "--ssds", 0)["refused"]  # from host memory
 
 
 # That a server stores these bytes: tests/engine/in_process/hits/test_plan.py.
 @pytest.mark.parametrize(
-    ("name", "codec", "note"),
+    ("name", "codec", "told"),
     [
-        ("llama-3-8b", "auto", "K and V 2,936 of 4,096"),
-        ("llama-2-7b", "exp4", "codec exp4 does not apply to"),  # float16
-        ("deepseek-v3", "fp8", "codec fp8 does not apply to"),  # latents
+        ("llama-3-8b", "auto", "K and V 2,936 (4,096 plain)"),
+        ("llama-2-7b", "exp4", "- codec exp4 does not apply to float16"),
+        ("deepseek-v3", "fp8", "- codec fp8 does not apply to"),  # latents
     ],
 )
-def test_a_codec_that_applies_or_does_not_is_told(name: str, codec: str, note: str) -> None:
-    (found,) = (
-        note
-        for note in plan(name, "h100", "--ssds", 1, "--codec", codec)["notes"]
-        if note.startswith("codec ")
-    )
-    assert note in found
+def test_a_codec_that_applies_or_does_not_is_told(name: str, codec: str, told: str) -> None:
+    options = ("-w", "h100", "--ssds", 1, "--codec", codec)
+    shown = hcache("plan", "-m", CONFIGS / f"{name}.json", *options).stdout
+    assert told in shown and ("does not apply" in shown) is (codec != "auto")
 
 
 def test_float32_models_are_served_in_16_bits_on_a_gpu(tmp_path: Path) -> None:
@@ -418,7 +526,7 @@ def test_a_partition_is_applied_to_stores_that_know_the_model_only(folder: Path)
 
 @pytest.mark.parametrize("sides", [False, True])
 def test_a_plan_says_how_long_l3_is_busy_with_a_hit(sides: bool) -> None:
-    model, other, _ = read_model(CONFIGS / "qwen3-next-80b.json")
+    model, other, *_ = read_model(CONFIGS / "qwen3-next-80b.json")
     profile, tokens = preset_profile("h100", ssds=4), 8000
     found = PartitionPlan(profile, model, tokens, 1, "auto", other if sides else None)
     size = tokens * found.bytes_per_token("mix") + (77_266_944 if sides else 0)
