@@ -118,8 +118,8 @@ def _check_place(path: Path, config: HCacheConfig) -> Iterator[Check]:
         room = max(0, free - kept)
         with suppress(OSError, sqlite3.Error), opened(path) as folder:
             room += folder.index.totals().bytes
-        flaw = ": more than page files may take here" if quota > room else ""
-        flaw = f'; is a unit missing ("{quota}GB")?' if quota < _LITTLE else flaw
+        flaw = ": more than page files may take here" if quota > room else None
+        flaw = '; few pages fit. Sizes have units, as in "500GB"' if quota < _LITTLE else flaw
         found = f"option 'quota_bytes' is {human_bytes(quota)}, room {human_bytes(room)}"
         yield _works("quota", found, flaw)
 

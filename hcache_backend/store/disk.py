@@ -478,14 +478,11 @@ class Disk:
         return self._ask(work, incoming, writing=True)
 
     def tell_room(self) -> None:
-        """Pass on how full the folder is."""
-
-        def work(folder: Folder) -> None:
+        """Pass on how full the folder is, if it is there."""
+        with suppress(OSError, sqlite3.Error), self.use() as folder:
             held, free = folder.index.totals().bytes, folder.ops.free_bytes(folder.root_fd)
             found = {"pages": held, "quota": self._config.quota_bytes or 0, "free": free}
             self._stats.on_room(str(self.path), found)
-
-        self._ask(work, None)
 
     def check_room(self, page_bytes: int) -> None:
         """Say in the log if the folder could hold no page of this size, were it empty."""

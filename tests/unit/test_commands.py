@@ -198,7 +198,7 @@ def test_an_empty_file_says_for_what_it_was_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "warned"),
     [
-        ({"quota_bytes": 500}, 'is 500 B, room 5.0 GiB; is a unit missing ("500GB")?'),
+        ({"quota_bytes": 500}, "is 500 B, room 5.0 GiB; few pages fit. Sizes have units, as in "),
         (
             {"quota_bytes": "900000TB"},
             "fair: {}: quota: option 'quota_bytes' is 799.4 PiB, room 5.0 GiB: more than page ",
