@@ -206,7 +206,7 @@ def _machine() -> Iterator[Check]:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     flaw = None if limit < 0 else f", {human_bytes(limit)}: pinned memory needs more"
     yield _works("ulimit -l", "unlimited" if limit < 0 else "a limit", flaw)
-    size = shutil.disk_usage("/dev/shm").total
+    size = shutil.disk_usage(shm).total if (shm := Path("/dev/shm")).is_dir() else 0
     few = "; several GPUs need more (`docker run --shm-size 16g`)" if size < _LITTLE else None
     yield _works("/dev/shm", human_bytes(size), few)
 
