@@ -15,7 +15,7 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo check test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-accuracy bench-real bench-paper bench-beside bench-hits bench-hits-load bench-eviction bench-returns bench-bursts \
+	bench-accuracy bench-real bench-paper bench-hits bench-hits-load bench-eviction bench-returns bench-bursts \
 	bench-restores bench-saving bench-multiturn bench-real-model record-demo record-restores record-accuracy record-real-model
 .DELETE_ON_ERROR:
 
@@ -177,10 +177,6 @@ bench-returns: setup
 # What requests that come at once use of L3, and how long they take. Five minutes.
 bench-bursts: setup
 	$(BIN)/python -m bench.bursts $(ARGS)
-
-# First layers recomputed while L3 brings the others. An hour, alone.
-bench-beside: setup
-	$(BIN)/python -m bench.beside $(ARGS)
 
 # The first token, with L3 slower and faster than computing. An hour, alone.
 bench-hits: setup $(VENV)/.peers

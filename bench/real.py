@@ -54,6 +54,7 @@ COMPARED = {
     NEVER: Method("ours, all read", storage="dynamic", hcache={"recompute": "never"}),
 }
 DEFAULT = [name for name in COMPARED if name != NEVER]
+DTYPES = ["bfloat16", "float32"]
 _COMPUTED = 2  # rounds of the server that computes: its times are long and vary little
 _ROOM = 1024  # tokens of a pool beside the history
 _NODE = 3  # times the bytes of a history that Mooncake has room for
@@ -280,8 +281,8 @@ PROGRAM = Program(
     doc=__doc__,
     measure=measure,
     settings=(
-        several("--forms", str, list(FORMS), "of the model"),
-        several("--dtypes", str, ["bfloat16", "float32"], "that it is served in"),
+        Setting("--forms", names(list(FORMS)), list(FORMS), "of the model"),
+        Setting("--dtypes", names(DTYPES), DTYPES, "that it is served in"),
         several("--tokens", at_least(PAGE_SIZE), [1500, 4000, 7500], "histories"),
         Setting("--methods", names(list(COMPARED)), DEFAULT, "contestants"),
         Setting("--rounds", at_least(1), 6, "of questions, behind the first after the restart"),

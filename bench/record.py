@@ -32,7 +32,6 @@ PROGRAMS = {
     "restores": "bench.restores",
     "multiturn": "bench.multiturn",
     "paper": "bench.paper",
-    "beside": "bench.beside",
     "codecs": "bench.codecs",
     "accuracy": "bench.accuracy.__main__",
     "store": "bench.store.__main__",

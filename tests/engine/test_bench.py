@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench import multiturn, restores
+from bench import multiturn, real, restores
 from bench.demo import PROGRAM as DEMO
 from bench.harness.client import Reply, StreamingClient
 from bench.harness.machine import find_machine
@@ -110,6 +110,18 @@ def test_restores_are_timed_in_the_server(model: Path, tmp_path: Path) -> None:
     size = 256 * stored["bytes_per_token"] / 1e3
     assert slow_load > 0.9 * size / mb_per_s[0] and slow > 0.9 * size / mb_per_s[1]
     assert not list(tmp_path.glob("hcache-bench-*"))
+
+
+@pytest.mark.long
+def test_a_real_model_is_asked_cold_and_warm_after_a_restart(tmp_path: Path) -> None:
+    arguments = ("--forms", "smollm2", "--dtypes", "float32", "--tokens", "256", "--rounds", "1")
+    found = results_of(real.PROGRAM, tmp_path, "real", *arguments, "--methods", "none,file,ours")
+    [row] = found["rows"]
+    assert row["share_from_l3"] == {"none": 0, "file": 1, "ours": 1}
+    assert row["rounds_with_differing_replies"] == 0
+    assert row["bytes_per_token"]["file"] == 46080  # before questions added pages
+    assert all(len(asked) == 2 for rounds in row["rounds_ms"].values() for asked in rounds)
+    assert min(row["cpu_s"].values()) > 0
 
 
 @pytest.mark.long

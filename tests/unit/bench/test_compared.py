@@ -3,13 +3,14 @@
 import random
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bench import beside
+from bench import real
 from bench.harness.rounds import median_interval
 from bench.harness.server import ServerError
 from bench.hits import cases, load, measure
@@ -34,14 +35,18 @@ def test_bursts_are_compared_one_by_one() -> None:
     assert found["wait_of_better"] == pytest.approx((0.5 + 1.1) / 2)
 
 
-def test_a_restore_beside_a_read_is_compared_with_each_alone_and_with_the_floor() -> None:
+def test_cold_and_warm_answers_are_compared_round_by_round() -> None:
     """The machine gets slower from round to round."""
-    shares = {"none": 1.0, "alone": 1.1, "both": 0.6}
-    seconds = {name: [share * n for n in range(1, 8)] for name, share in shares.items()}
-    row = beside.compared(seconds, 1.0, 0.0)
-    assert row["of_alone"] == pytest.approx(0.6 / 1.1)
-    assert row["of_best"] == pytest.approx(0.6)  # computing is sooner than L3 alone
-    assert row["of_floor_interval"] == pytest.approx((1.2, 1.2))
+    ask = partial(real.Ask, cpu_s=1.0, share=1.0, reply=(1,))
+    factors = {"ours": (0.6, 0.9), "file": (1.0, 0.5), "none": (5.0, 5.0)}
+    found = {
+        name: [(ask(cold * n), ask(warm * n)) for n in range(1, 8)]
+        for name, (cold, warm) in factors.items()
+    }
+    parts = real.ratios(found)
+    assert parts["of_file_cold_interval"] == pytest.approx((0.6, 0.6))
+    assert parts["of_file_warm"] == pytest.approx(1.8)
+    assert real.ratios({"ours": found["ours"]}) == {}
 
 
 @pytest.mark.parametrize(("count", "first"), [(6, 1), (8, 1), (9, 2), (15, 4), (25, 8)])
