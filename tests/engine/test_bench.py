@@ -125,17 +125,29 @@ def test_a_real_model_is_asked_cold_and_warm_after_a_restart(tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_the_demo_leaves_the_checkout_as_it_was() -> None:
+def test_the_demo_leaves_the_checkout_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
     def status() -> str:
         command = ["git", "status", "--porcelain"]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
     before = status()
-    said = io.StringIO()
-    with redirect_stdout(said):
-        assert DEMO.main(["--tokens", "256", "--random"]) == 0
-    assert "out/demo.json" in said.getvalue()
+    assert DEMO.main(["--tokens", "256", "--random"]) == 0
+    said = capfd.readouterr()
+    assert "out/demo.json" in said.out
+    assert max(map(len, said.out.splitlines())) <= 80
+    assert "shards" not in said.err  # loaders are quiet
     assert status() == before
+    found = json.loads((ROOT / "out" / "demo.json").read_text())
+    ours = {part: found[part]["ours"] for part in ("restart", "burst", "damaged", "hung")}
+    assert ours["burst"]["share"] == 1 and ours["hung"]["seconds"] < 10
+    # A damaged page ends the hit of ours; the other backend's goes on behind it.
+    whole, other = ours["restart"]["from_l3"][0], found["damaged"]["file"]
+    assert 0 < ours["damaged"]["from_l3"] < whole <= other["from_l3"]
+    assert ours["damaged"]["change"] < 1e-3 < other["change"]
+    assert all(one["same_logprobs"] for one in found["bfloat16"].values())
+    sizes = {part: found[part]["ours"]["bytes_per_token"] for part in ("bfloat16", "hidden")}
+    assert sizes["bfloat16"] < 0.8 * found["bfloat16"]["file"]["bytes_per_token"]
+    assert sizes["hidden"] < 0.52 * found["hidden"]["file"]["bytes_per_token"]
 
 
 @pytest.mark.long
