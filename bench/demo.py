@@ -333,8 +333,8 @@ def measure(run: Run) -> Results:
         source_facts()
     except ModelMissing as lacking:
         why = why or str(lacking)
-    about: dict[str, Any] = {"why_random": why, "planned_ms": planned()}
-    set_up_gb = size_gb(Path(sys.prefix)) + size_gb(cache_dir())
+    about: dict[str, Any] = {"model": RANDOM if why else TITLE, "why_random": why}
+    plan, set_up_gb = planned(), size_gb(Path(sys.prefix)) + size_gb(cache_dir())
     introduce(set_up_gb)
     with steps(9) as advance, scratch() as place:
         stage = Stage(run, Path(place), why, advance)
@@ -343,10 +343,8 @@ def measure(run: Run) -> Results:
             "bfloat16": stored(stage, "smollm2", "bfloat16", {}),
             "hidden": stored(stage, "smollm2-mha", "float32", {"mode": "hidden"}),
         }
-        used_gb = size_gb(stage.folder)
-    about["model"] = TITLE if why is None else RANDOM
-    about["disk_gb"] = {"set_up": set_up_gb, "used": used_gb}
-    return {**about, **parts, "problems": problems(parts)}
+        about["disk_gb"] = {"set_up": set_up_gb, "used": size_gb(stage.folder)}
+    return {**about, **parts, "planned_ms": plan, "problems": problems(parts)}
 
 
 def problems(results: Mapping[str, Any]) -> list[str]:
@@ -422,7 +420,7 @@ def said(results: Mapping[str, Any]) -> list[str]:
         "attention. A CPU projects them slowly, so their time is no gain here.",
         f"Computed by `hcache plan`, not measured: an H100 with one SSD has {PLANNED_TOKENS:,} "
         f"tokens of Llama-2-7B after {planned['mix']:.0f} ms from hidden states, "
-        f"{planned['plain']:.0f} ms by SGLang's own K and V, {planned['recompute']:.0f} ms computed.",
+        f"{planned['plain']:.0f} ms by SGLang's own, {planned['recompute']:.0f} ms by computing.",
         f"The demo used {results['disk_gb']['used']:.1f} GB of disk, which are free again.",
     ]
     if results["hung"][OURS] is None:  # on a GPU, no disk can be held
