@@ -7,7 +7,8 @@
 ``bench/results/archive`` has results of programs that left the tree: nothing makes them anew.
 
 A table of the documentation stands between ``<!-- results: NAME -->`` and ``<!-- end -->``; the
-program of that name makes it from its results. ``NAME CHOICE`` is another of its tables.
+program of that name makes it from its results. ``NAME CHOICE`` is another of its tables. Numbers in
+prose are marked, too (:mod:`bench.claims`).
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench import claims
 from bench.harness.program import Program
 from bench.harness.report import OUT, Results, measured, write_picture
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")))
 PROGRAMS = {
     "demo": "bench.demo",
     "real": "bench.real",
@@ -81,12 +83,12 @@ def record(name: str, out: Path) -> None:
 
 
 def refreshed(text: str) -> str:
-    """A page with all of its marked tables made from the recorded results."""
+    """A page with all of its marked tables and numbers made from the recorded results."""
 
     def anew(block: re.Match[str]) -> str:
         return f"{block[1]}{table(block[2])}\n{block[4]}"
 
-    return _BLOCK.sub(anew, text)
+    return claims.refreshed(_BLOCK.sub(anew, text), results_of)
 
 
 def marked(text: str) -> Iterator[tuple[str, str]]:

@@ -119,6 +119,8 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 def _word(child: Token) -> str:
     if child.type in ("softbreak", "hardbreak"):
         return " "
+    if child.type == "html_inline" and child.content.startswith("<!--"):
+        return ""
     return "Code" if child.type == "code_inline" else child.content
 
 

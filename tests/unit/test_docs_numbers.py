@@ -1,9 +1,8 @@
 """Tables and pictures of the documentation are those that programs make of recorded results."""
 
-import json
-
 import pytest
 
+from bench import claims
 from bench.record import PAGES, RESULTS, drawn, marked, program_of, recorded, results_of
 from bench.record import table as made
 
@@ -23,25 +22,25 @@ def test_all_results_of_programs_have_a_table_in_the_documentation() -> None:
     assert {str(block.values[0]).split()[0] for block in BLOCKS} == {*recorded()}
 
 
-def test_what_pages_say_of_the_judgement_of_hits_is_what_was_measured() -> None:
-    cases = [
-        case
-        for name in ("hits.json", "hits_latents.json")
-        for case in json.loads((RESULTS / name).read_text())["cases"]
-    ]
-    points = [point for case in cases for point in case["points"]]
-    assert (len(points), f"{max(point['of_better'] for point in points):.2f}") == (60, "1.04")
-    [slower] = [point for point in points if (point["interval"] or [0])[0] > 1]
-    assert [f"{value:.2f}" for value in slower["interval"]] == ["1.02", "1.13"]
-    for name in ("README.md", "CHANGELOG.md", "docs/serving.md"):
-        said = " ".join((RESULTS.parents[1] / name).read_text().split())
-        assert "of 60 " in said.lower() and "1.04 times" in said, name
-    readme = " ".join((RESULTS.parents[1] / "README.md").read_text().split())
-    for case in cases:
-        if case["model"] in ("MHA", "GQA") and case["tokens"] == 1024:
-            stored = case["bytes_per_token"]
-            for who in ("ours", "file"):
-                assert f"{stored[who]:,.0f}" in readme
+NUMBERS = [
+    pytest.param(name, said, id=f"{page.name}-{name}-{number}")
+    for page in PAGES
+    for number, (name, said) in enumerate(claims.marked(page.read_text()))
+]
+
+
+@pytest.mark.parametrize(("name", "said"), NUMBERS)
+def test_a_number_in_prose_is_that_of_the_results(name: str, said: str) -> None:
+    assert said == claims.CLAIMS[name](results_of), "run python -m bench.record --tables"
+
+
+def test_every_number_that_is_made_stands_on_a_page() -> None:
+    assert {str(number.values[0]) for number in NUMBERS} == {*claims.CLAIMS}
+
+
+def test_the_worst_is_that_of_all_medians() -> None:
+    recorded = {path.stem for path in RESULTS.glob("hits*.json")}
+    assert recorded == {*claims.HITS, "hits_load"}
 
 
 @pytest.mark.parametrize("name", drawn())

@@ -1,0 +1,81 @@
+"""Numbers in prose, made of recorded results as the tables are.
+
+A number stands between ``<!-- = NAME -->`` and ``<!-- / -->``; :data:`CLAIMS` has the function that
+makes it. ``python -m bench.record --tables`` writes all of them anew.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from math import exp, log
+from statistics import fmean, median
+from typing import Any
+
+MARK = re.compile(r"(<!-- = ([\w-]+) -->)(.*?)(<!-- / -->)", re.DOTALL)
+HITS = ("hits", "hits_latents", "hits_sides", "hits_flags")
+
+Recorded = Callable[[str], Any]  # content of the results of a name
+
+
+def of_better(results: Recorded) -> list[float]:
+    """Ours by the better one of reading and computing: every median at every speed of L3."""
+    return [
+        point["of_better"]
+        for name in HITS
+        for case in results(name)["cases"]
+        for point in case["points"]
+    ]
+
+
+def of(results: Recorded, other: str, **wanted: object) -> list[float]:
+    """Ours by another contestant, on a model with trained weights; ``wanted``: values of rows."""
+    rows = results("real")["rows"]
+    return [
+        row[f"of_{other}"]
+        for row in rows
+        if f"of_{other}" in row and wanted.items() <= {**row, "all": True}.items()
+    ]
+
+
+def mean(ratios: list[float]) -> str:
+    """Geometric mean."""
+    return f"{exp(fmean(map(log, ratios))):.2f}"
+
+
+def bytes_of_file(results: Recorded, dtype: str) -> str:
+    """Bytes that ours stores of K and V, by those of ``file``."""
+    stored = [row["bytes_per_token"] for row in results("real")["rows"] if row["dtype"] == dtype]
+    return f"{median(sizes['ours'] / sizes['file'] for sizes in stored):.2f}"
+
+
+def fraction_of_computing(results: Recorded) -> str:
+    rows = results("real")["rows"]
+    return mean([row["cold_ms"]["ours"] / row["cold_ms"]["none"] for row in rows])
+
+
+CLAIMS: dict[str, Callable[[Recorded], str]] = {
+    "hits-medians": lambda results: f"{len(of_better(results))}",
+    "hits-worst": lambda results: f"{max(of_better(results)):.2f}",
+    "bursts-worst": lambda results: (
+        f"{max(r['wait_of_better'] for r in results('hits_load')['rows']):.2f}"
+    ),
+    "real-cases": lambda results: f"{len(results('real')['rows'])}",
+    "real-cold": lambda results: mean(of(results, "file_cold")),
+    "real-cold-worst": lambda results: f"{max(of(results, 'file_cold')):.2f}",
+    "real-warm": lambda results: mean(of(results, "file_warm")),
+    "real-warm-worst": lambda results: f"{max(of(results, 'file_warm')):.2f}",
+    "real-nixl": lambda results: mean(of(results, "nixl_cold")),
+    "real-nixl-worst": lambda results: f"{max(of(results, 'nixl_cold')):.2f}",
+    "real-computed": fraction_of_computing,
+    "bytes-bfloat16": lambda results: bytes_of_file(results, "bfloat16"),
+    "bytes-float32": lambda results: bytes_of_file(results, "float32"),
+}
+
+
+def refreshed(text: str, results: Recorded) -> str:
+    """A page with all of its marked numbers made anew."""
+    return MARK.sub(lambda mark: f"{mark[1]}{CLAIMS[mark[2]](results)}{mark[4]}", text)
+
+
+def marked(text: str) -> Iterator[tuple[str, str]]:
+    """Name and text of every marked number of a page."""
+    return ((mark[2], mark[3]) for mark in MARK.finditer(text))
