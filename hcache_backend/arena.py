@@ -61,7 +61,7 @@ class ShadowChanges(NamedTuple):
 
 class Arena:
     """Page tables, validity of rows, and the tokens of every slot. ``memory``: uint8 ``[host_pages
-    + device_pages, page_bytes]``, of which only headers are written here. ``device_pages``: of the
+    + device_pages, stride]``, of which only headers are written here. ``device_pages``: of the
     device's KV pool, with the padding page; 0: no layer is captured, and pages get their headers on
     the way to L3. ``stamp`` writes the header of a complete page (uint8 ``[page_bytes]``) that has
     its tokens.
@@ -75,7 +75,7 @@ class Arena:
         device_pages: int = 0,
         stamp: Callable[[npt.NDArray[np.uint8]], None] = lambda page: None,
     ) -> None:
-        wanted = (host_pages + device_pages, layout.page_bytes)
+        wanted = (host_pages + device_pages, layout.stride)
         if host_pages < 1:
             raise ValueError(f"{host_pages} host pages: the arena needs at least one")
         if memory.shape != wanted:
@@ -108,7 +108,7 @@ class Arena:
         """Views of pages, uint8 ``[page_bytes]`` each; with ``header`` only headers are read."""
         physical = self.physical(host_pages)
         self.host_access(physical, write=False, header=header)
-        return [self.memory[page] for page in physical.tolist()]
+        return [self.memory[page, : self.layout.page_bytes] for page in physical.tolist()]
 
     def host_access(self, pages: Ids, *, write: bool, header: bool = False) -> None:
         """Does nothing. Shows tests/order what the CPU accesses: no stream shows it."""

@@ -182,7 +182,7 @@ class StagedCapture:
     Methods with tensor arguments run while the stream that made them is current."""
 
     arena: Arena
-    memory: torch.Tensor  # the arena's, uint8 [pages, page_bytes]
+    memory: torch.Tensor  # the arena's, uint8 [pages, stride]
     _staging: Staging
     _segments: Sequence[int]  # of a page, for each captured layer
     codec: Codec

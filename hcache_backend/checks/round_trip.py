@@ -59,7 +59,7 @@ def check_copies(layout: PageLayout, kv: KVSegments) -> None:
         torch.cat([torch.arange(page * size, (page + 1) * size) for page in pages]).to(device)
         for pages in (_FROM, _TO)
     )
-    memory = host_tensor((len(_HOST), layout.page_bytes), torch.uint8, device).zero_()
+    memory = host_tensor((len(_HOST), layout.stride), torch.uint8, device).zero_()
     layout.divide(memory.numpy())
     buffers = [plane.view(torch.uint8) for plane in planes]
     touched, first = torch.cat((slots, others)), kv.kept(slots[:size])
@@ -145,7 +145,7 @@ class CaptureCheck:
         self._pages = np.arange(-(-PROBE_TOKENS // layout.page_size))
         self.tokens = len(self._pages) * layout.page_size
         shadows = len(self._pages) + 1  # an empty pool hands out its first pages, except page 0
-        shape = (len(self._pages) + shadows, layout.page_bytes)
+        shape = (len(self._pages) + shadows, layout.stride)
         self._memory = host_tensor(shape, torch.uint8, device).zero_()
         self._arena = Arena(
             self._memory.numpy(),

@@ -292,7 +292,7 @@ def sizing(
     pages, given, page_bytes = (
         conversations * (tokens // page_size),
         device_tokens or 0,
-        layout.page_bytes,
+        layout.stride,
     )
     # SGLang's pool has a page more than it gives out.
     on_device, pool = given // page_size + 1, given * partition.layers * plain
@@ -302,7 +302,7 @@ def sizing(
     ratio = least_bytes / pool if pool else None
     host = shadows, host_bytes, least_bytes, ratio
     file_bytes, files = file_layout(layout.table, shard).file_bytes, pages * files
-    return Sizing(page_bytes, pages, *host, file_bytes, files, files * file_bytes)
+    return Sizing(layout.page_bytes, pages, *host, file_bytes, files, files * file_bytes)
 
 
 def size(

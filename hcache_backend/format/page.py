@@ -70,6 +70,7 @@ LAYER_ENTRY = struct.Struct("<BxH8s")  # a layer in the table of layers
 _LATENT = 3
 _NO_SLOT = 65535
 _DIGEST = np.dtype("<u8")
+_SECTOR = 512  # direct I/O takes memory that begins at a multiple of it, on most disks
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int32]
@@ -185,6 +186,11 @@ class PageLayout:
     @cached_property
     def page_bytes(self) -> int:
         return self.header_bytes + sum(self.segment_bytes)
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one page of host memory to the next: multiples of :data:`_SECTOR`."""
+        return -(-self.page_bytes // _SECTOR) * _SECTOR
 
     def segment(self, layer: int) -> slice:
         """The bytes of one layer inside a page."""

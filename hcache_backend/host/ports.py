@@ -60,7 +60,7 @@ class HostPool(Protocol):
     arena: Arena
     page_layout: PageLayout
     page_size: int
-    kv_buffer: torch.Tensor  # the bytes of all pages, uint8 [pages, page_bytes]
+    kv_buffer: torch.Tensor  # the bytes of all pages, uint8 [pages, stride]
     device_pool: Any  # SGLang's KV pool
     on_freed: list[Callable[[Ids], None]]
 

@@ -38,7 +38,7 @@ from hcache_kernels.pages import gather_pages
 class RestorePipeline:
     """Launches restores. Scheduler thread only."""
 
-    _memory: torch.Tensor  # the arena, uint8 [pages, page_bytes]; pinned for a GPU
+    _memory: torch.Tensor  # the arena, uint8 [pages, stride]; pinned for a GPU
     _layout: PageLayout
     _layers: Sequence[RestoredLayer]
     _chunk_tokens: int  # of one projection, at most

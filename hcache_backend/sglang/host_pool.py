@@ -119,7 +119,7 @@ class OwnPagesPool(HostKVCache, HostPool):
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
         self.token_stride_size = self.size_per_token
-        pages, size = sum(self._pages), self.page_layout.page_bytes
+        pages, size = sum(self._pages), self.page_layout.stride
         with pinning(pages * size):
             buffer: torch.Tensor = ALLOC_MEMORY_FUNCS[self.device_pool.device](
                 (pages, size),
@@ -268,20 +268,21 @@ class OwnPagesPool(HostKVCache, HostPool):
         cuts = [length * piece // self.pieces_per_page for piece in range(self.pieces_per_page)]
         sizes = [end - cut for cut, end in zip(cuts, [*cuts[1:], length], strict=True)]
         physical = self.arena.physical(self.page_ids(indices)).tolist()
-        addresses = [base + page * length + cut for page in physical for cut in cuts]
+        stride = self.page_layout.stride
+        addresses = [base + page * stride + cut for page in physical for cut in cuts]
         return addresses, sizes * len(physical)
 
     def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
         return [self.kv_buffer]
 
     def get_data_page(self, index: Any, flat: bool = True) -> torch.Tensor:
-        return self.kv_buffer[self._physical(index)]
+        return self.kv_buffer[self._physical(index), : self.page_layout.page_bytes]
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
         return torch.zeros(self.page_layout.page_bytes, dtype=torch.uint8)
 
     def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
-        self.kv_buffer[self._physical(index)] = data_page.view(torch.uint8).reshape(-1)
+        self.get_data_page(index)[:] = data_page.view(torch.uint8).reshape(-1)
 
     def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
         return self.page_layout.page_bytes % page_size_bytes == 0

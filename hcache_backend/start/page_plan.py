@@ -354,14 +354,14 @@ def plan_host_pages(
         hundredths = int(100 * size / kvcache.size / kv_bytes_per_token(kvcache)) + more
         return f"--hicache-ratio {hundredths / 100:.2f}"
 
-    host = int(given // layout.page_bytes) - shadows
+    host = int(given // layout.stride) - shadows
     if host < 1:
-        there, taken = _gigabytes(given, max(1, shadows) * layout.page_bytes)
+        there, taken = _gigabytes(given, max(1, shadows) * layout.stride)
         whose = "the hidden states of the tokens on the device alone take"
         raise Refused(
             f"{option} gives {there} GB of host memory, and "
             f"{whose if shadows else 'one page takes'} {taken} GB; "
-            f"{named((shadows + 1) * layout.page_bytes, 1)} is the least that will do"
+            f"{named((shadows + 1) * layout.stride, 1)} is the least that will do"
         )
     if given > budget_bytes:
         wanted, there = _gigabytes(given, budget_bytes)

@@ -316,7 +316,7 @@ class Scratch(threading.local):
     def __init__(self, size: int) -> None:
         self.bounce = memoryview(mmap.mmap(-1, size))
         self._header = memoryview(mmap.mmap(-1, 4 * BLOCK))
-        self.tail = memoryview(mmap.mmap(-1, BLOCK))
+        self.end = memoryview(mmap.mmap(-1, BLOCK))
 
     def header(self, length: int) -> memoryview:
         if length > len(self._header):
@@ -335,12 +335,14 @@ class PageIO:
     def write(self, fd: int, pieces: Sequence[memoryview]) -> int:
         """Write ``pieces`` as the file ``fd``, padded to 4096 bytes; returns the bytes copied."""
         length = sum(piece.nbytes for piece in pieces)
-        if padding := round_up(length) - length:
-            pieces = [*pieces, _ZEROS[:padding]]
         whole = round_up(length)
-        if _aligned(pieces, 0, self.alignment):
-            move_all(self._ops.write, fd, pieces, 0, whole)
-            return 0
+        if (divided := _divided(pieces, 0, self.alignment)) is not None:
+            body, tail = divided
+            end = self.scratch.end[: whole - length + len(tail)]
+            end[: len(tail)], end[len(tail) :] = tail, bytes(whole - length)
+            move_all(self._ops.write, fd, [*body, end] if end else body, 0, whole)
+            return len(tail)
+        pieces = [*pieces, _ZEROS[: whole - length]] if whole > length else pieces
         file, bounce = PageMemory(pieces), self.scratch.bounce
         for start in range(0, whole, len(bounce)):
             size = min(len(bounce), whole - start)
@@ -352,9 +354,12 @@ class PageIO:
     def read(self, fd: int, offset: int, pieces: Sequence[memoryview]) -> int:
         """Fill ``pieces`` from ``offset`` of a long enough file on; returns the bytes copied."""
         length = sum(piece.nbytes for piece in pieces)
-        if _aligned(pieces, offset, self.alignment):
-            move_all(self._ops.read, fd, pieces, offset, length)
-            return 0
+        if (divided := _divided(pieces, offset, self.alignment)) is not None:
+            body, tail = divided
+            end = self.scratch.end[: round_up(len(tail))]
+            move_all(self._ops.read, fd, [*body, end] if end else body, offset, length)
+            tail[:] = end[: len(tail)]
+            return len(tail)
         target, bounce, done = PageMemory(pieces), self.scratch.bounce, 0
         while done < length:
             skipped = (offset + done) % BLOCK
@@ -416,12 +421,17 @@ def _unless_refused() -> Iterator[None]:
             raise
 
 
-def _aligned(pieces: Sequence[memoryview], offset: int, alignment: Alignment) -> bool:
+def _divided(
+    pieces: Sequence[memoryview], offset: int, alignment: Alignment
+) -> tuple[Sequence[memoryview], memoryview] | None:
+    """The part of the pieces that direct I/O takes as it lies, and the end of the last one, which
+    is shorter than a block. None: it does not take them."""
     _, memory, length = alignment
-    if memory == 1:
-        return True
-    unaligned = [piece for piece in pieces if piece.nbytes % length or _address(piece) % memory]
-    return not unaligned and offset % length == 0
+    body, rest = [*pieces], pieces[-1].nbytes % length
+    cut = pieces[-1].nbytes - rest
+    body[-1:], tail = [pieces[-1][:cut]] if cut else [], pieces[-1][cut:]
+    unaligned = any(p.nbytes % length or (memory > 1 and _address(p) % memory) for p in body)
+    return None if unaligned or offset % length else (body, tail)
 
 
 def _address(piece: memoryview) -> int:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hcache_backend.format import file as page_file
-from hcache_backend.format.envelope import BLOCK, PageName, round_up
+from hcache_backend.format.envelope import BLOCK, PageName
 from hcache_backend.format.units import Eighths, PageMemory, Unit
 from hcache_backend.store import file_ops
 from hcache_backend.store.file_ops import FOLDER, FileOps, FolderLock, PageIO, kept_open, opened
@@ -435,8 +435,7 @@ def _read_all(io: PageIO, fd: int, entry: Entry, memory: PageMemory) -> tuple[in
     """Read a file that has exactly the memory's shard, in one go."""
     _check_memory(entry.payload_bytes, memory)
     data = io.scratch.header(entry.header_bytes)
-    padding = io.scratch.tail[: round_up(entry.payload_bytes) - entry.payload_bytes]
-    copied = io.read(fd, 0, [data, *memory.parts, *([padding] if padding else ())])
+    copied = io.read(fd, 0, [data, *memory.parts])
     header = page_file.parse_header(data)
     _check_names(header, entry)
     _verify(memory, header.layout.units, header.digests)

@@ -47,7 +47,7 @@ class Scene:
 
     def __init__(self) -> None:
         layout = PageLayout(PAGE, (RECOMPUTED, hidden_layer(PAGE, WIDTH, WIDTH)))
-        memory = torch.zeros((RESTORED + 1, layout.page_bytes), dtype=torch.uint8, pin_memory=True)
+        memory = torch.zeros((RESTORED + 1, layout.stride), dtype=torch.uint8, pin_memory=True)
         first = BEFORE * PAGE
         tokens = np.arange(first, first + RESTORED * PAGE)
         layout.positions(memory.numpy())[:RESTORED] = tokens.reshape(RESTORED, PAGE)

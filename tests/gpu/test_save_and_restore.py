@@ -40,7 +40,7 @@ class Engine:
         self.layout = PageLayout(PAGE, (hidden_layer(PAGE, codec.row_bytes, WIDTH),) * LAYERS)
         pages = HOST_PAGES + DEVICE_PAGES
         self.memory = torch.zeros(
-            (pages, self.layout.page_bytes), dtype=torch.uint8, pin_memory=device == "cuda"
+            (pages, self.layout.stride), dtype=torch.uint8, pin_memory=device == "cuda"
         )
         self.arena = Arena(
             self.memory.numpy(),

@@ -52,13 +52,11 @@ class Checker:
         self.clocks.join_all()
         self.memory.watching = True
 
-    def touch_pages(
-        self, pages: npt.NDArray[np.int64], page_bytes: int, length: int, how: str
-    ) -> None:
+    def touch_pages(self, pages: npt.NDArray[np.int64], stride: int, length: int, how: str) -> None:
         """The host reads or writes the first ``length`` bytes of physical pages of the arena by
         NumPy: torch does not show it."""
         for block in self.memory.named("arena"):
-            first = pages * page_bytes // block.cell
+            first = pages * stride // block.cell
             cells = (first[:, None] + np.arange(-(-length // block.cell))).ravel()
             step = self.clocks.step(HOST, site())
             self.memory.access(block, cells, HOST, step, how)

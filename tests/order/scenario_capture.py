@@ -28,7 +28,7 @@ class Captured:
         stored = hidden_layer(SIZE, 4 * self.WIDTH, self.WIDTH)
         self.layout = PageLayout(SIZE, (stored,) * self.LAYERS)
         memory = checker.pinned(
-            torch.zeros((2 * PAGES, self.layout.page_bytes), dtype=torch.uint8), "arena"
+            torch.zeros((2 * PAGES, self.layout.stride), dtype=torch.uint8), "arena"
         )
         self.arena = Arena(
             memory.numpy(),
@@ -70,7 +70,7 @@ class Captured:
             self.capture.back_up(np.array(slots), np.array([host_page]))
             event = self.capture.transfers()
         event.synchronize()  # HiCache asks no sooner than its finish event has passed
-        physical, size = self.arena.physical(np.array([host_page])), self.layout.page_bytes
+        physical, size = self.arena.physical(np.array([host_page])), self.layout.stride
         self.checker.touch_pages(physical, size, size, "read")
 
 

@@ -162,9 +162,9 @@ class Loading:
 
     def host_pages_are_read_to(self, pages: int) -> None:
         """The first host pages are freed, and L3 is read to there."""
-        freed, page_bytes = np.arange(pages), self.pool.layout.page_bytes
+        freed, stride = np.arange(pages), self.pool.layout.stride
         self.eager.host_freed(freed)
-        self.checker.touch_pages(self.arena.physical(freed), page_bytes, page_bytes, "write")
+        self.checker.touch_pages(self.arena.physical(freed), stride, stride, "write")
 
     def forward(self, pages: int) -> None:
         """A forward pass over so many fresh pages, which are free again behind it."""

@@ -63,7 +63,7 @@ class Pool:
         self.layers = len(methods)  # that can be recomputed
         self.layout = PageLayout(self.size, tuple(stored[m] for m in methods), shard)
         self.memory = checker.pinned(
-            torch.zeros((2 * PAGES, self.layout.page_bytes), dtype=torch.uint8), "arena"
+            torch.zeros((2 * PAGES, self.layout.stride), dtype=torch.uint8), "arena"
         )
         positions = self.layout.positions(self.memory.numpy())
         positions[: SLOTS // self.size] = np.arange(SLOTS).reshape(-1, self.size)

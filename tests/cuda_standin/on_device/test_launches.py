@@ -37,7 +37,7 @@ class Server:
         self.kv = KVSegments(self.pool, range(LAYERS), PAGE, WHOLE, 1, codec)
         stored = [self.kv.stored_layer(layer) for layer in range(LAYERS)]
         self.layout = self.kv.layout(stored, WHOLE)
-        self.memory = host_tensor((PAGES, self.layout.page_bytes), torch.uint8, CUDA)
+        self.memory = host_tensor((PAGES, self.layout.stride), torch.uint8, CUDA)
         self.memory.zero_()
         restored = [self.kv.restored_layer(layer) for layer in range(LAYERS)]
         self.pipeline = RestorePipeline(self.memory, self.layout, restored, 4096, CUDA)

@@ -127,7 +127,7 @@ def _say_what_is_pinned(checker: Any) -> None:
     ) -> None:
         layout = arena.layout
         length = layout.header_bytes if header else layout.page_bytes
-        checker.touch_pages(pages, layout.page_bytes, length, "write" if write else "read")
+        checker.touch_pages(pages, layout.stride, length, "write" if write else "read")
 
     around(OwnPagesPool, "init_kv_buffer", arena)
     around(Arena, "host_access", touched)

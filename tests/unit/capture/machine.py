@@ -28,7 +28,7 @@ class PickyCodec(ExactCodec):
 
 class Machine:
     def __init__(self, *, is_view: bool = True, capacity: int = CAPACITY) -> None:
-        memory = torch.zeros((HOST_PAGES + DEVICE_PAGES, LAYOUT.page_bytes), dtype=torch.uint8)
+        memory = torch.zeros((HOST_PAGES + DEVICE_PAGES, LAYOUT.stride), dtype=torch.uint8)
         self.arena = Arena(
             memory.numpy(),
             LAYOUT,

@@ -12,7 +12,7 @@ NAMESPACE, WRITER = b"n" * 16, b"w" * 8
 
 
 def arena(host_pages: int = HOST_PAGES, device_pages: int = DEVICE_PAGES) -> Arena:
-    memory = np.full((host_pages + device_pages, LAYOUT.page_bytes), 0xEE, np.uint8)
+    memory = np.full((host_pages + device_pages, LAYOUT.stride), 0xEE, np.uint8)
     return Arena(
         memory,
         LAYOUT,

@@ -90,7 +90,7 @@ def test_slots_that_are_no_whole_pages_are_refused() -> None:
 
 
 def test_the_memory_must_have_a_page_for_every_entry() -> None:
-    memory = np.zeros((10, LAYOUT.page_bytes), np.uint8)
+    memory = np.zeros((10, LAYOUT.stride), np.uint8)
     for host_pages, said in ((6, r"the arena needs \(11, "), (0, "0 host pages")):
         with pytest.raises(ValueError, match=said):
             Arena(memory, LAYOUT, host_pages, 5, lambda page: None)

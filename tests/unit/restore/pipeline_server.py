@@ -40,7 +40,7 @@ class Server:
         }
         layers = tuple(stored[method] for method in methods)
         self.layout = PageLayout(self.size, layers, Shard(number, shards))
-        shape = (PAGES, self.layout.page_bytes)
+        shape = (PAGES, self.layout.stride)
         self.memory = torch.zeros(shape, dtype=torch.uint8, pin_memory=gpu)
         self.methods = methods
         source = torch.Generator().manual_seed(0)
@@ -142,8 +142,9 @@ def wait(server: Server, pages: np.ndarray, slots: torch.Tensor) -> None:
 def without_first_layer(server: Server) -> RestorePipeline:
     """The server's pages as if nothing were stored of layer 0."""
     layout = PageLayout(SIZE, (RECOMPUTED, *server.layout.layers[1:]))
-    memory = torch.zeros((PAGES, layout.page_bytes), dtype=torch.uint8)
-    memory[:, layout.header_bytes :] = server.memory[:, server.layout.segment(1).start :]
+    memory = torch.zeros((PAGES, layout.stride), dtype=torch.uint8)
+    held = server.memory[:, server.layout.segment(1).start : server.layout.page_bytes]
+    memory[:, layout.header_bytes : layout.page_bytes] = held
     layout.positions(memory.numpy())[:] = server.layout.positions(server.memory.numpy())
     layers = [RestoredLayer("recompute"), *server.pipeline._layers[1:]]
     return RestorePipeline(memory, layout, layers, SIZE, "cpu")  # one page a chunk

@@ -1,8 +1,10 @@
 """Shares of pages: every rank has the memory of its own share, and reads what others wrote."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import HealthCheck, given, settings
@@ -293,3 +295,19 @@ def test_memory_that_is_not_that_of_the_share_is_refused(store: PageStore) -> No
         assert store.get(NAMESPACE, [key(1)], [[whole[:-8]]]) == [False]
         assert get_share(store, half) == own(half), "the page itself is fine"
         store.drop(NAMESPACE)
+
+
+@pytest.mark.parametrize("length", [100, 511, 512, 4095, 4096, 4097, 20480, 1061056])
+def test_of_a_page_of_any_length_less_than_a_sector_is_copied(length: int, tmp_path: Path) -> None:
+    """Encoded pages are no multiples of a block: all of their bytes were copied, both ways."""
+    data = np.random.default_rng(length).integers(0, 256, length, np.uint8).tobytes()
+    with closing(open_quiet(tmp_path / "store")) as store:
+        with store.disks[0].use() as folder:
+            sector = folder.io.alignment.length
+        assert store.put(NAMESPACE, [key(0)], [[memory(data)]]) == [True]
+        target = memory(length)
+        assert store.get(NAMESPACE, [key(0)], [[target]]) == [True]
+        assert bytes(target) == data
+        assert store.stats.bytes_copied == 2 * (length % sector)
+        [file] = page_files(store.disks[0].path)
+        assert file.stat().st_size % 4096 == 0

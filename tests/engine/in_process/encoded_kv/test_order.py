@@ -29,7 +29,7 @@ def flush(checker: Checker, *, waits: bool = True) -> None:
         server.pool._backed_up = None
     with checker.on(schedule):
         server.pool.clear()
-        pages, size = server.pool.page_ids(host), server.pool.page_layout.page_bytes
+        pages, size = server.pool.page_ids(host), server.pool.page_layout.stride
         checker.touch_pages(pages, size, size, "write")
         arrived.synchronize()
         server.pool.mark_arrived()

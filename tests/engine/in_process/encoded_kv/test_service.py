@@ -52,7 +52,7 @@ def test_segments_come_back_to_other_slots_bit_for_bit(
         assert encoded.length <= (1 if codec == "none" else 0.775) * segment.length
         assert encoded[1:] == segment[1:]
     layout = PageLayout(page, (RECOMPUTED, stored), shard)
-    memory = torch.zeros((5, layout.page_bytes), dtype=torch.uint8)
+    memory = torch.zeros((5, layout.stride), dtype=torch.uint8)
     pages, slots = torch.tensor([4, 2]), slots_of(3, 1, size=page)
     fits = kv.save(layout, memory, pages, slots)
     assert fits is None if codec == "none" else fits is not None and fits.all()

@@ -109,13 +109,13 @@ def test_memory_is_pinned_in_whole_pages_and_the_log_says_that_it_goes_on(
     monkeypatch.setattr(streams, "_PROGRESS_SECONDS", 0.01)
     with caplog.at_level("INFO", "hcache"):
         new_pool(pin_memory=True)
-    assert pinned == [LAYOUT.page_bytes]
+    assert pinned == [LAYOUT.stride]
     assert "hcache: pinning 0.0 GB: 0 s so far" in caplog.messages
 
 
 def test_hicache_gets_exactly_the_pages_that_are_its_own(pool: Any) -> None:
     assert pool.available_size() == 6 * PAGE
-    assert pool.kv_buffer.shape == (15, LAYOUT.page_bytes)
+    assert pool.kv_buffer.shape == (15, LAYOUT.stride)
     assert pool.alloc(7 * PAGE) is None
 
 
@@ -179,7 +179,7 @@ def test_a_flush_waits_for_rows_that_are_on_their_way_to_pages(pool: Any) -> Non
 @pytest.mark.parametrize("share", [0.1, 0.999, 1.0])
 def test_too_little_host_memory_is_told_with_what_will_do(pages: int, share: float) -> None:
     device = device_pool(pages)
-    alone = (int(device.k_buffer[0].shape[0]) // LAYOUT.page_size) * LAYOUT.page_bytes
+    alone = (int(device.k_buffer[0].shape[0]) // LAYOUT.page_size) * LAYOUT.stride
     ratio = share * alone / (device.size * kv_bytes_per_token(device))
     for size_gb, option in ((0.0, "ratio"), (share * alone / 1e9, "size")):
         with pytest.raises(Refused) as refused:

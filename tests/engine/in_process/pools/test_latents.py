@@ -39,7 +39,7 @@ def pages_of(pool: Any, shard: Shard, codec: str) -> tuple[PageLayout, KVSegment
     """All pages of the pool but the first, as a rank keeps them; the last one stays empty."""
     kv = KVSegments(pool, range(LAYERS), pool.page_size, shard, shard.of, codec)
     layout = kv.layout([kv.stored_layer(layer) for layer in kv.layers], shard)
-    memory = torch.zeros((9, layout.page_bytes), dtype=torch.uint8)
+    memory = torch.zeros((9, layout.stride), dtype=torch.uint8)
     slots = torch.arange(pool.page_size, 9 * pool.page_size)
     fits = kv.save(layout, memory, torch.arange(8), slots)
     assert fits is None or fits.all()
@@ -151,7 +151,7 @@ def test_a_latent_that_no_code_holds_makes_its_page_unfit() -> None:
     for shard, lost in ((WHOLE, True), (Shard(0, 2), False), (Shard(1, 2), True)):
         kv = KVSegments(pool, range(LAYERS), PAGE, shard, shard.of, "exp4")
         layout = kv.layout([kv.stored_layer(layer) for layer in kv.layers], shard)
-        memory = torch.zeros((8, layout.page_bytes), dtype=torch.uint8)
+        memory = torch.zeros((8, layout.stride), dtype=torch.uint8)
         fits = kv.save(layout, memory, torch.arange(8), torch.arange(8 * PAGE))
         assert fits is not None
         want = torch.ones_like(fits)

@@ -50,10 +50,11 @@ class Server:
         self.page_layout = PageLayout(PAGE, layers, shard)
         self.page_size = PAGE
         self.size_per_token = -(-self.page_layout.page_bytes // PAGE)
-        self.memory = torch.zeros((PAGES, self.page_layout.page_bytes), dtype=torch.uint8)
+        self.memory = torch.zeros((PAGES, self.page_layout.stride), dtype=torch.uint8)
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        pages = [self.memory[page] for page in (indices[::PAGE] // PAGE).tolist()]
+        length, numbers = self.page_layout.page_bytes, (indices[::PAGE] // PAGE).tolist()
+        pages = [self.memory[page, :length] for page in numbers]
         return [page.data_ptr() for page in pages], [page.numel() for page in pages]
 
     def compute(self, pages: Sequence[int], namespace: bytes) -> None:

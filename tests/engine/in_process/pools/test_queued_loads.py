@@ -26,7 +26,7 @@ class HostPages:
     layout = PageLayout(SIZE, (hidden_layer(SIZE, 8, 8),) * 4)
 
     def __init__(self) -> None:
-        self.memory = np.zeros((8, self.layout.page_bytes), np.uint8)
+        self.memory = np.zeros((8, self.layout.stride), np.uint8)
         for page in range(8):
             self.layout.positions(self.memory)[page] = np.arange(SIZE) + page * SIZE
             self.layout.token_ids(self.memory)[page] = page

@@ -278,7 +278,9 @@ def test_ranks_whose_hidden_states_differ_share_none(
     ("tokens", "reason"), [(16, "too small to try copies"), (512, "cannot be copied: RuntimeError")]
 )
 def test_a_pool_that_is_too_small_or_cannot_be_copied_is_refused(tokens: int, reason: str) -> None:
-    layout: Any = SimpleNamespace(page_size=16, page_bytes=64, divide=lambda memory: None)
+    layout: Any = SimpleNamespace(
+        page_size=16, page_bytes=64, stride=64, divide=lambda memory: None
+    )
     kv: Any = SimpleNamespace(layers=(0,), codec="none", by_header=False, kept=lambda slots: slots)
     kv.planes = lambda layer: (torch.zeros(tokens, 1, 8),) * 2
     kv.save = failing(RuntimeError("no"))
