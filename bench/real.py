@@ -9,6 +9,7 @@ each question a server forgets the history. Every question is asked twice: with 
 of the page cache (cold) and with them in it as far as a server leaves them there (warm).
 """
 
+import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,7 @@ from bench.fixtures.models import real_model
 from bench.fixtures.smollm2 import FORMS, TITLE
 from bench.fixtures.text import sources
 from bench.harness import mooncake
-from bench.harness.machine import Machine
+from bench.harness.machine import Machine, MachineError
 from bench.harness.methods import METHODS, MOONCAKE, NIXL, PAGE_SIZE, Method, server_options
 from bench.harness.program import (
     Advance,
@@ -55,8 +56,9 @@ COMPARED = {
 }
 DEFAULT = [name for name in COMPARED if name != NEVER]
 DTYPES = ["bfloat16", "float32"]
-_COMPUTED = 2  # rounds of the server that computes: its times are long and vary little
+_COMPUTED = 1  # rounds of the server that computes: its times are long and vary little
 _ROOM = 1024  # tokens of a pool beside the history
+Case = tuple[str, str, int]  # form, type and length of a history
 _NODE = 3  # times the bytes of a history that Mooncake has room for
 
 
@@ -112,8 +114,9 @@ def restarted(
             node = _NODE * tokens * kv_bytes(model, dtype)
             cluster = stack.enter_context(mooncake.cluster(place, node))
             options = replace(options, extra_config=mooncake.store_config(cluster))
-        with restorer(options, place / "l3") as before:
-            before.store(text.history)
+        if name != NO_L3:
+            with restorer(options, place / "l3") as before:
+                before.store(text.history)
         after = stack.enter_context(restorer(options, place / "l3"))
         with after.turn():
             pass
@@ -197,6 +200,8 @@ def measure(run: Run) -> Results:
     given, rows = run.given, list[dict[str, Any]]()
     torch.set_num_threads(1)
     cases = [(f, d, t) for f in given.forms for d in given.dtypes for t in given.tokens]
+    if given.keep:
+        rows += kept_rows(given.keep, cases, run.machine.name)
     with steps(len(cases) * (given.rounds + 1 + len(given.methods))) as advance:
         for form, dtype, length in cases:
             tokens = length // PAGE_SIZE * PAGE_SIZE
@@ -224,7 +229,24 @@ def measure(run: Run) -> Results:
                     **measured,
                 }
             )
-    return {"model": TITLE, "rows": rows}
+    return {"model": TITLE, "rows": sorted(rows, key=_place)}
+
+
+def kept_rows(path: Path, cases: Sequence[Case], device: str) -> list[dict[str, Any]]:
+    """Rows of earlier results but those of ``cases``; each has the date of its measurement.
+
+    Raises:
+        MachineError: They were measured on another device.
+    """
+    earlier = json.loads(path.read_text())
+    if earlier["device"] != device:
+        raise MachineError(f"{path} was measured on {earlier['device']}, this is {device}")
+    anew = [(form, dtype, length // PAGE_SIZE * PAGE_SIZE) for form, dtype, length in cases]
+    return [{"date": earlier["date"], **row} for row in earlier["rows"] if _place(row) not in anew]
+
+
+def _place(row: Row) -> Case:
+    return row["form"], row["dtype"], row["tokens"]
 
 
 def case(row: Row) -> str:
@@ -285,6 +307,7 @@ PROGRAM = Program(
         Setting("--dtypes", names(DTYPES), DTYPES, "that it is served in"),
         several("--tokens", at_least(PAGE_SIZE), [1500, 4000, 7500], "histories"),
         Setting("--methods", names(list(COMPARED)), DEFAULT, "contestants"),
+        Setting("--keep", Path, None, "JSON whose rows of other cases stay as they are"),
         Setting("--rounds", at_least(1), 6, "of questions, behind the first after the restart"),
     ),
     tables={"table": (_TIMES, _BYTES), "chosen": _TIMES},
