@@ -59,7 +59,7 @@ DTYPES = ["bfloat16", "float32"]
 _COMPUTED = 1  # rounds of the server that computes: its times are long and vary little
 _ROOM = 1024  # tokens of a pool beside the history
 Case = tuple[str, str, int]  # form, type and length of a history
-_NODE = 3  # times the bytes of a history that Mooncake has room for
+_NODE = 2  # times the bytes of a history that Mooncake has room for
 
 
 class Ask(NamedTuple):
@@ -106,6 +106,7 @@ def restarted(
         *(COMPARED[name], machine, model, place),
         pool_tokens=tokens + _ROOM,
         dtype=dtype,
+        hicache_ratio=1.2,  # all servers are there at once
         # The others' weights and pools count as used.
         extra_args=("--mem-fraction-static", "0.5"),
     )
