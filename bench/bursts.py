@@ -82,8 +82,11 @@ def of(results: Results, way: str) -> list[Row]:
 
 
 def finding(results: Results) -> str:
-    ours, file = (min(row["used_at_once"] for row in of(results, way)) for way in WAYS)
-    return f"Requests at once use at least {ours:.0%} of their histories, with file {file:.0%}"
+    ratios = [row["of_alone"] for row in of(results, "ours")]
+    return (
+        f"Conversations that come back at once take {min(ratios):.2f} to {max(ratios):.2f} of the "
+        "time of one after the other"
+    )
 
 
 PROGRAM = Program(

@@ -6,9 +6,14 @@ makes it. ``python -m bench.record --tables`` writes all of them anew.
 
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from math import exp, log
 from statistics import fmean, median
 from typing import Any
+
+from hcache_backend.plan.model_shape import ModelShape, encoded
+from hcache_backend.plan.plan import PartitionPlan
+from hcache_backend.plan.profile import preset_profile
 
 MARK = re.compile(r"(<!-- = ([\w-]+) -->)(.*?)(<!-- / -->)", re.DOTALL)
 HITS = ("hits", "hits_latents", "hits_sides", "hits_flags")
@@ -52,9 +57,35 @@ def fraction_of_computing(results: Recorded) -> str:
     return mean([row["cold_ms"]["ours"] / row["cold_ms"]["none"] for row in rows])
 
 
+@cache
+def planned() -> dict[str, float]:
+    """Milliseconds by ``hcache plan`` until Llama-3.3-70B has 60,000 tokens: 8 H100, 8 SSDs."""
+    shape = ModelShape(
+        family="llama",
+        gated=True,
+        layers=80,
+        hidden=8192,
+        heads=64,
+        kv_heads=8,
+        head_dim=128,
+        value_dim=128,
+        mlp_width=28672,
+    )
+    stored = encoded(shape, "auto", "bfloat16", tp=8)
+    plan = PartitionPlan(preset_profile("h100", 8), stored, 60_000, 8, "auto")
+    return dict(plan.report()["predicted_ms"])
+
+
 CLAIMS: dict[str, Callable[[Recorded], str]] = {
     "hits-medians": lambda results: f"{len(of_better(results))}",
     "hits-worst": lambda results: f"{max(of_better(results)):.2f}",
+    "plan-ours": lambda results: f"{planned()['mix']:,.0f}",
+    "plan-plain": lambda results: f"{planned()['plain']:,.0f}",
+    "plan-computed": lambda results: f"{planned()['recompute']:,.0f}",
+    "demo-burst": lambda results: f"{results('demo')['burst']['ours']['seconds']:.1f}",
+    "demo-burst-file": lambda results: f"{results('demo')['burst']['file']['seconds']:.1f}",
+    "demo-share-file": lambda results: f"{results('demo')['burst']['file']['share']:.0%}",
+    "demo-hang": lambda results: f"{results('demo')['hung']['ours']['seconds']:.1f}",
     "bursts-worst": lambda results: (
         f"{max(r['wait_of_better'] for r in results('hits_load')['rows']):.2f}"
     ),

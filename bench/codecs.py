@@ -252,11 +252,12 @@ def panels(results: Results) -> dict[str, list[Row]]:
 
 def finding(results: Results) -> str:
     said = [
-        f"{row['codec']} {row['share_of_uncoded']:.2f} of the bytes and {_changed(row):.1f}%"
+        f"{row['codec']} stores {row['share_of_uncoded']:.2f} of the bytes and changes "
+        f"{_changed(row):.1f}% of tokens"
         for row in results["codecs"]
         if row["dtype"] == "bfloat16" and row.get("share_of_uncoded")
     ]
-    return f"Bytes, and tokens that are not those without a cache: {', '.join(said)}"
+    return "; ".join(said)
 
 
 def _changed(row: Row) -> float:

@@ -233,8 +233,8 @@ def panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
 def finding(rows: Sequence[Row]) -> str:
     shares = [of_the_best(rows, quota) for quota in rows[0]["found"]]
     return (
-        f"A full store finds {min(shares):.2f} to {max(shares):.2f} of the pages that the best "
-        "possible order would find"
+        f"On average over the traces a full store finds {min(shares):.2f} to {max(shares):.2f} of "
+        "the pages that the best possible order finds"
     )
 
 

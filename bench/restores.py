@@ -443,7 +443,7 @@ def finding(results: Results) -> str:
     times = [row["ms"] for row in results["rows"] if {first, second} <= set(row["ms"])]
     shares = [ms[second] / ms[first] for ms in times]
     other, one = other.replace("`", ""), one.replace("`", "")
-    return f"{other}: {min(shares):.2f} to {max(shares):.2f} of the time of {one}"
+    return f"{other} takes {min(shares):.2f} to {max(shares):.2f} of the time of {one}"
 
 
 def panels(results: Results) -> Mapping[str, Sequence[Row]]:

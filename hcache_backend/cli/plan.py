@@ -340,7 +340,7 @@ def size(
         f"Host memory for all of them: {memory}",
         f"Disk: {found.disk_bytes / 1e9:,.1f} GB in {found.files:,} files: "
         f"quota_bytes {quota} for each of {folders} folder(s)",
-        "Host memory may hold fewer conversations than the disk: those in use within minutes.",
+        "Host memory only needs the conversations in use at once, and more than the GPU's pool.",
     ]
     if not found.pages:
         lines.append(f"Nothing is stored: fewer than {page_size} tokens fill no page")
