@@ -39,7 +39,7 @@ from bench.harness.program import (
     several,
     steps,
 )
-from bench.harness.report import Column, Columns, Picture, Results, Row, Series, Table, by
+from bench.harness.report import Column, Columns, Picture, Results, Row, Series, Table
 from bench.harness.restorer import Restorer, l3_bytes, restorer
 from bench.harness.rounds import median_interval
 from bench.harness.turns import NO_L3, QUESTION
@@ -268,12 +268,8 @@ def finding(results: Results) -> str:
     )
 
 
-def shares(results: Results) -> Iterator[Row]:
-    """Rows with times as shares of those of `file` with cold files."""
-    for row in results["rows"]:
-        one = row["cold_ms"][FILE]
-        parts = {name: ms / one for name, ms in row["cold_ms"].items()}
-        yield {**row, "of_file": parts}
+def place(row: Row) -> str:
+    return f"{case(row)}, {row['tokens']:,}"
 
 
 def columns(results: Results) -> Columns:
@@ -315,18 +311,17 @@ PROGRAM = Program(
     said=lambda results: [finding(results)],
     draw=Picture(
         title=finding,
-        panels=by(case, shares),
-        x="tokens",
-        x_label="history, tokens",
-        y_label="time to the first token, of `file`",
+        panels=lambda results: {f"{TITLE}, {results['device']}": results["rows"]},
+        x=place,
+        x_label="attention, type, tokens of the history",
+        y_label="ms to the first token, cold",
         series=(
-            Series("computed", f"of_file.{NO_L3}", "computed", ".--"),
-            Series("NIXL", f"of_file.{NIXL}", "nixl", ".--"),
-            Series("Mooncake (memory)", f"of_file.{MOONCAKE}", "pairs", ".--"),
-            Series("hcache, default options", f"of_file.{OURS}", "ours"),
+            Series("SGLang file", f"cold_ms.{FILE}", FILE),
+            Series("NIXL", f"cold_ms.{NIXL}", "nixl"),
+            Series("Mooncake (memory)", f"cold_ms.{MOONCAKE}", "pairs"),
+            Series("hcache, default options", f"cold_ms.{OURS}", "ours"),
         ),
-        ratios="y",
-        at=(1, "SGLang file, cold", FILE),
+        bars="%.0f",
     ),
 )
 
