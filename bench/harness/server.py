@@ -263,10 +263,8 @@ class Server:
     def update_weights_from_disk(self, model: Path, *, flush: bool = True) -> None:
         """Replies say of which weights they are: ``weight_version`` is the folder's name."""
         body = {"model_path": str(model), "flush_cache": flush, "weight_version": model.name}
-        answer = self._request("POST", "/update_weights_from_disk", json=body)
-        if flush and "the cache was not flushed" in answer.text:
-            self.flush_cache(300)  # as the answer asks: in the turn of a reply SGLang is not idle
-        elif answer.status_code != 200 or not answer.json()["success"]:
+        answer = self._done("/update_weights_from_disk", json=body)
+        if not answer.json()["success"]:
             raise self.error(f"update_weights_from_disk: {answer.text}")
 
     def release_memory(self) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from hcache_backend import metrics
 from hcache_backend.format.envelope import key_bytes
 from hcache_backend.metrics import logger
+from hcache_backend.prefetch.prefetch import Prefetches
 from hcache_backend.ranks import Proposal, Turn
 
 _PAGES = 128  # a turn puts no further node once its nodes have this many pages
@@ -56,8 +57,8 @@ class Backups:
             page before theirs that L3 lacks.
     """
 
-    def __init__(self, stages: int) -> None:
-        self.on = stages == 1
+    def __init__(self, stages: int, prefetches: Prefetches | None = None) -> None:
+        self.on, self._prefetches = stages == 1, prefetches
         self.holes: dict[int, int] = {}
         self._cache: Any = None
         self._given: dict[int, _Node] = {}  # to L3, by number
@@ -179,10 +180,14 @@ class Backups:
 
     def finish(self) -> None:
         """Wait for running backups, for a limited time, before the weights change or the memory of
-        the GPU is released: SGLang ends a server whose caches cannot be flushed then. Every rank
+        the GPU is released: SGLang ends a server whose caches cannot be flushed then. So requests
+        whose replies left in this turn leave their batches, as they do in the next one. Every rank
         calls it in the same turn."""
-        cache = self._cache
+        cache, scheduler = self._cache, self._prefetches and self._prefetches.scheduler
         self.forget()
+        for batch in (scheduler.running_batch, scheduler.last_batch) if scheduler else ():
+            if batch is not None and all(req.finished() for req in batch.reqs):
+                batch.filter_batch()
         if not self.on or cache is None or cache.ongoing_load_back or cache.ongoing_prefetch:
             return
         self._begins = False  # what is put now would be of weights that are about to leave

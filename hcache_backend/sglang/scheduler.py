@@ -90,15 +90,10 @@ def after_batch(
 
 
 def before_release(original: Original, weight_manager: Any, *a: Any, **kw: Any) -> Any:
-    """Around ``release_memory_occupation``, which ends a server whose backups still run, or whose
-    last replies left in this turn: their batches become empty in the next one, and here."""
-    scheduler = weight_manager.scheduler
-    l3 = our_l3(getattr(scheduler, "tree_cache", None))
+    """Around ``release_memory_occupation``, which ends a server whose backups still run."""
+    l3 = our_l3(getattr(weight_manager.scheduler, "tree_cache", None))
     if l3 is not None:
         l3.backups.finish()
-        for batch in (scheduler.running_batch, scheduler.last_batch):
-            if batch is not None and all(req.finished() for req in batch.reqs):
-                batch.filter_batch()
     return original(weight_manager, *a, **kw)
 
 

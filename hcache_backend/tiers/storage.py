@@ -59,7 +59,7 @@ class HCacheStorage(HiCacheStorage):
         self._windows: dict[str, int] = {}  # pages of a pool at the end of a hit, if not all
         self._state_tokens = config.state_tokens
         self.reads_any_page_alike = shared is None  # no page of a hit is farther away than others
-        self.backups = Backups(storage_config.pp_size)
+        self.backups = Backups(storage_config.pp_size, self._runtime.prefetches)
         self.events: L3Events | None = None
         if config.events and attach.publishes_events():
             self.events = L3Events(page_size(self._runtime.runner.server_args))

@@ -124,9 +124,12 @@ def test_priorities_that_would_lose_requests(model: Path, tmp_path: Path) -> Non
     ours.assert_no_cache_output(model, replies)
 
 
-def test_memory_is_released_right_after_a_reply(model: Path, tmp_path: Path) -> None:
+def test_memory_is_released_and_weights_change_right_after_a_reply(
+    model: Path, tmp_path: Path
+) -> None:
     """SGLang ends a server that does that while a backup runs, which an L3 makes likely, or in the
-    turn of the last reply, which is long on a busy machine."""
+    turn of the last reply, which is long on a busy machine. An update of weights is refused, or
+    ends the server."""
     options = ours.our_server(
         model,
         tmp_path,
@@ -138,5 +141,7 @@ def test_memory_is_released_right_after_a_reply(model: Path, tmp_path: Path) -> 
         for seed in range(8):
             server.generate(random_tokens(1500, seed), 4)
             server.release_memory()
+            server.generate(random_tokens(1500, 100 + seed), 4)
+            server.update_weights_from_disk(model)
             trigger.unlink() if trigger.exists() else trigger.touch()
         ours.assert_nothing_went_wrong(server)

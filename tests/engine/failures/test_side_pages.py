@@ -69,6 +69,7 @@ def assert_right(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Check]:
                 )
                 running[one.model, tp] = stack.enter_context(Server(plain))
             server = running[one.model, tp]
+            server.flush_cache(300)  # in the turn of a reply SGLang refuses to flush at the update
             server.update_weights_from_disk(model)
             for turn in turns_of(asked):
                 want = server.generate(turn.prompt, len(turn.reply.output_ids))

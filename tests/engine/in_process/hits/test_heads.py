@@ -128,10 +128,7 @@ def test_backups_end_before_memory_is_released() -> None:
         released.append(len(cache.ongoing_backup))
         return asked
 
-    batch = SimpleNamespace(reqs=[])
-    waiting = {"running_batch": batch, "last_batch": None, "tree_cache": cache}
-    batch.filter_batch = lambda: None
-    updater = SimpleNamespace(scheduler=SimpleNamespace(**waiting))
+    updater = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=cache))
     assert scheduler.before_release(release, updater, "kv_cache") == "kv_cache"
     assert (cache.turns, released) == (3, [0])
     cache.cache_controller = None  # another L3, or none
