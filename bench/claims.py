@@ -7,13 +7,12 @@ makes it. ``python -m bench.record --tables`` writes all of them anew.
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
-from math import exp, log
-from statistics import fmean, median
+from statistics import geometric_mean, median
 from typing import Any
 
+from bench.harness.plans import predicted_ms
+from bench.real import ours_of
 from hcache_backend.plan.model_shape import ModelShape, encoded
-from hcache_backend.plan.plan import PartitionPlan
-from hcache_backend.plan.profile import preset_profile
 
 MARK = re.compile(r"(<!-- = ([\w-]+) -->)(.*?)(<!-- / -->)", re.DOTALL)
 HITS = ("hits", "hits_latents", "hits_sides", "hits_flags")
@@ -32,13 +31,11 @@ def of_better(results: Recorded) -> list[float]:
 
 
 def of(results: Recorded, other: str) -> list[float]:
-    """Ours by another contestant, on a model with trained weights."""
-    return [row[f"of_{other}"] for row in results("real")["rows"]]
+    return ours_of(results("real"), other)
 
 
 def mean(ratios: list[float]) -> str:
-    """Geometric mean."""
-    return f"{exp(fmean(map(log, ratios))):.2f}"
+    return f"{geometric_mean(ratios):.2f}"
 
 
 def bytes_of_file(results: Recorded) -> str:
@@ -57,20 +54,13 @@ def fraction_of_computing(results: Recorded) -> str:
 @cache
 def planned() -> dict[str, float]:
     """Milliseconds by ``hcache plan`` until Llama-3.3-70B has 60,000 tokens: 8 H100, 8 SSDs."""
+    # fmt: off
     shape = ModelShape(
-        family="llama",
-        gated=True,
-        layers=80,
-        hidden=8192,
-        heads=64,
-        kv_heads=8,
-        head_dim=128,
-        value_dim=128,
-        mlp_width=28672,
+        family="llama", gated=True, layers=80, hidden=8192, mlp_width=28672,
+        heads=64, kv_heads=8, head_dim=128, value_dim=128,
     )
-    stored = encoded(shape, "auto", "bfloat16", tp=8)
-    plan = PartitionPlan(preset_profile("h100", 8), stored, 60_000, 8, "auto")
-    return dict(plan.report()["predicted_ms"])
+    # fmt: on
+    return predicted_ms(encoded(shape, "auto", "bfloat16", tp=8), 60_000, gpus=8, ssds=8)
 
 
 CLAIMS: dict[str, Callable[[Recorded], str]] = {

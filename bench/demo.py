@@ -32,13 +32,12 @@ from bench.harness.client import Reply, StreamingClient
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
 from bench.harness.models import TinyLlama
 from bench.harness.options import ADMIN_KEY, ServerOptions
+from bench.harness.plans import predicted_ms
 from bench.harness.program import Advance, Program, Run, Setting, at_least, scratch, steps
 from bench.harness.report import Picture, Results, Series, Table
 from bench.harness.restorer import Restorer, forget_files, l3_bytes, page_files, restorer
 from bench.harness.server import Server
 from hcache_backend.cli.common import served_model
-from hcache_backend.plan.plan import PartitionPlan
-from hcache_backend.plan.profile import preset_profile
 from tests.cpu_engine.hcache_cpu_engine import cache_dir, stub_torchvision
 
 REPLY_TOKENS = 16
@@ -304,9 +303,7 @@ def stored(stage: Stage, form: str, dtype: str, hcache: Mapping[str, Any]) -> di
 
 def planned() -> dict[str, float]:
     """Milliseconds on a machine that is not here."""
-    model, profile = served_model(PLANNED), preset_profile("h100", 1)
-    plan = PartitionPlan(profile, model.shape, PLANNED_TOKENS, 1, "auto", model.sides)
-    return dict(plan.report()["predicted_ms"])
+    return predicted_ms(served_model(PLANNED).shape, PLANNED_TOKENS, gpus=1, ssds=1)
 
 
 def size_gb(folder: Path) -> float:

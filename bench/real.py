@@ -14,9 +14,8 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from math import exp, log
 from pathlib import Path
-from statistics import fmean, median
+from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
 import psutil
@@ -58,8 +57,8 @@ DEFAULT = [name for name in COMPARED if name != NEVER]
 DTYPES = ["bfloat16", "float32"]
 _COMPUTED = 1  # rounds of the server that computes: its times are long and vary little
 _ROOM = 1024  # tokens of a pool beside the history
-Case = tuple[str, str, int]  # form, type and length of a history
 _NODE = 2  # times the bytes of a history that Mooncake has room for
+Case = tuple[str, str, int]  # form, type and length of a history
 
 
 class Ask(NamedTuple):
@@ -184,9 +183,7 @@ def at_length(
 
 
 def ratios(found: Mapping[str, Sequence[tuple[Ask, Ask]]]) -> dict[str, Any]:
-    """Ours as a share of others, median over the rounds, and the interval of the first of them."""
-    if not {OURS, FILE} <= found.keys():
-        return {}
+    """Ours as a share of all others but computing: medians over the rounds, and intervals."""
     parts: dict[str, Any] = {}
     for other in found.keys() - {NO_L3, OURS}:
         for at, state in enumerate(("cold", "warm")):
@@ -199,6 +196,8 @@ def ratios(found: Mapping[str, Sequence[tuple[Ask, Ask]]]) -> dict[str, Any]:
 
 def measure(run: Run) -> Results:
     given, rows = run.given, list[dict[str, Any]]()
+    if not {FILE, OURS} <= {*given.methods}:
+        run.parser.error(f"--methods: {FILE} and {OURS} are compared, and must be among them")
     torch.set_num_threads(1)
     cases = [(f, d, t) for f in given.forms for d in given.dtypes for t in given.tokens]
     if given.keep:
@@ -217,7 +216,7 @@ def measure(run: Run) -> Results:
                     servers[name] = stack.enter_context(one)
                 sizes = {name: l3_bytes(one.l3) / tokens for name, one in servers.items()}
                 measured = at_length(servers, text, given.rounds, advance, step_of)
-                said = servers[OURS].said() if OURS in servers else ""
+                said = servers[OURS].said()
             sizes[MOONCAKE] = kv_bytes(model, dtype)
             rows.append(
                 {
@@ -255,16 +254,17 @@ def case(row: Row) -> str:
     return f"{heads}, {row['dtype']}"
 
 
-def mean_ratio(results: Results, of: str) -> float:
-    return exp(fmean(log(row[of]) for row in results["rows"]))
+def ours_of(results: Results, other: str) -> list[float]:
+    """Ratios of every row: of a contestant and a state of its files, such as ``file_cold``."""
+    return [row[f"of_{other}"] for row in results["rows"]]
 
 
 def finding(results: Results) -> str:
-    cold, warm = (mean_ratio(results, f"of_{FILE}_{state}") for state in ("cold", "warm"))
-    worst = max(row[f"of_{FILE}_cold"] for row in results["rows"])
+    cold, warm = (ours_of(results, f"{FILE}_{state}") for state in ("cold", "warm"))
     return (
-        f"From cold disks the first token takes {cold:.2f} of the time of SGLang's file backend "
-        f"(geometric mean), at most {worst:.2f}; from the page cache {warm:.2f}"
+        f"From cold disks the first token takes {geometric_mean(cold):.2f} of the time of SGLang's "
+        f"file backend (geometric mean), at most {max(cold):.2f}; from the page cache "
+        f"{geometric_mean(warm):.2f}"
     )
 
 
@@ -294,7 +294,6 @@ def costs(results: Results) -> Columns:
     ]
 
 
-_TIMES, _BYTES = Table("rows", columns), Table("rows", costs)
 PROGRAM = Program(
     name="real",
     doc=__doc__,
@@ -307,7 +306,7 @@ PROGRAM = Program(
         Setting("--keep", Path, None, "JSON whose rows of other cases stay as they are"),
         Setting("--rounds", at_least(1), 6, "of questions, behind the first after the restart"),
     ),
-    tables={"table": (_TIMES, _BYTES), "chosen": _TIMES},
+    tables=(Table("rows", columns), Table("rows", costs)),
     said=lambda results: [finding(results)],
     draw=Picture(
         title=finding,

@@ -8,7 +8,9 @@ from bench.harness.machine import Machine, MachineError
 from bench.harness.options import base_environment
 from hcache_backend.config import ConfigError
 from hcache_backend.plan.model_config import read_model
-from hcache_backend.plan.profile import Profile, Rate, load_profile
+from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.plan import PartitionPlan
+from hcache_backend.plan.profile import Profile, Rate, load_profile, preset_profile
 from hcache_backend.plan.restore import Partition, Restore
 
 _SECONDS = "2"  # about so long is each operation measured
@@ -45,6 +47,12 @@ def measure_profile(machine: Machine, model: str, folder: Path) -> Profile:
     if done.returncode:
         raise MachineError(f"hcache profile ended with {done.returncode}: {done.stderr.strip()}")
     return load_profile(out)
+
+
+def predicted_ms(shape: ModelShape, tokens: int, *, gpus: int, ssds: int) -> dict[str, float]:
+    """Milliseconds of restores on H100s by ``hcache plan``, by the way of serving."""
+    plan = PartitionPlan(preset_profile("h100", ssds), shape, tokens, gpus, "auto")
+    return dict(plan.report()["predicted_ms"])
 
 
 def with_bus(profile: Profile, rate: float) -> Profile:

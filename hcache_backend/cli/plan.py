@@ -289,11 +289,8 @@ def sizing(
     kinds = ((RECOMPUTED, partition.recompute), (hidden, partition.hidden), (kv, partition.kv))
     layers = tuple(layer for layer, count in kinds for _ in range(count))
     layout = PageLayout(page_size, layers, shard)
-    pages, given, page_bytes = (
-        conversations * (tokens // page_size),
-        device_tokens or 0,
-        layout.stride,
-    )
+    pages, given = conversations * (tokens // page_size), device_tokens or 0
+    page_bytes = layout.stride  # in host memory
     # SGLang's pool has a page more than it gives out.
     on_device, pool = given // page_size + 1, given * partition.layers * plain
     shadows = on_device * bool(partition.hidden)
