@@ -14,12 +14,12 @@ from typing import Any
 
 from bench.harness.client import Reply, StreamingClient
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
+from bench.harness.models import SMALL
 from bench.harness.options import ADMIN_KEY
 from bench.harness.program import Program, Run, Setting, at_least, scratch, several
 from bench.harness.report import Picture, Results, Row, Series, Table
 from bench.harness.server import Server
 from bench.harness.turns import history
-from bench.multiturn import SHAPE
 
 TOKENS, POOL, GOAL = 21 * PAGE_SIZE, 5952, 0.95
 QUESTION = 8  # tokens
@@ -64,7 +64,7 @@ def _served(server: Server, sizes: Sequence[int], rounds: int) -> list[Row]:
 def measure(run: Run) -> Results:
     given, rows = run.given, list[Row]()
     with scratch() as folder:
-        model = SHAPE.build(Path(folder))
+        model = SMALL.build(Path(folder))
         for way, method in WAYS.items():
             print(f"{way}: starting", flush=True)
             options = server_options(

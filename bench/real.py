@@ -14,16 +14,16 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 
 from bench.fixtures.models import real_model
 from bench.fixtures.smollm2 import FORMS, TITLE
-from bench.fixtures.text import sources
+from bench.fixtures.text import library_tokens
 from bench.harness import mooncake
 from bench.harness.machine import Machine, MachineError
 from bench.harness.methods import METHODS, MOONCAKE, NIXL, PAGE_SIZE, Method, server_options
@@ -79,9 +79,7 @@ class Text:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-        text, ids = iter(sources()), list[int]()
-        while len(ids) < tokens + 64 * QUESTION:
-            ids += tokenizer.encode(next(text).read_text(), add_special_tokens=False)
+        ids = [*islice(library_tokens(tokenizer), tokens + 64 * QUESTION)]
         self.history, self._rest = ids[:tokens], ids[tokens:]
 
     def prompt(self, number: int) -> list[int]:
@@ -134,19 +132,11 @@ def kv_bytes(model: Path, dtype: str) -> int:
 
 def asked(restored: Restorer, prompt: Sequence[int], history: int, *, cold: bool) -> Ask:
     with restored.turn():
-        before = cpu_seconds(restored)
+        before = restored.cpu_seconds()
         ms, reply, _ = restored.ask(prompt, cold=cold)
-        spent = cpu_seconds(restored) - before
+        spent = restored.cpu_seconds() - before
         restored.server.flush_cache(300)
     return Ask(ms, spent, reply.cached.storage / history, tuple(reply.output_ids))
-
-
-def cpu_seconds(restored: Restorer) -> float:
-    """Of all processes of a server."""
-    assert restored.server.process is not None
-    process = psutil.Process(restored.server.process.pid)
-    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
 
 
 def at_length(

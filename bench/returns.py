@@ -10,26 +10,31 @@ twice as many.
 - host memory: HiCache without L3
 - L3: ours, which is read when a turn comes
 - everything kept: the device has room for all
+
+The servers take turns, the others stopped meanwhile: in each round every server has all sessions
+once, with tokens that none has had before.
 """
 
 import asyncio
 import math
 import random
+import signal
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
 from bench.harness.client import StreamingClient
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
+from bench.harness.models import SMALL, VOCABULARY
 from bench.harness.options import ADMIN_KEY
-from bench.harness.program import MODEL, Program, Run, Setting, at_least, scratch
+from bench.harness.program import MODEL, Program, Run, Setting, at_least, scratch, steps
 from bench.harness.report import Column, Picture, Results, Row, Series, Table
-from bench.harness.server import Server
-from bench.multiturn import SHAPE, VOCABULARY
+from bench.harness.restorer import Restorer, restorer
 from bench.workload.agents import WINDOW, Session, agent_sessions, generated
 
 SEED, IDLE_S = 1, 10.0
@@ -53,8 +58,9 @@ class Turn:
     idle: float
 
 
-def turns_of(session: Session, number: int, tokens: int, most: int) -> list[Turn]:
-    """The last turns of a session, at most so many, all lengths divided by ``tokens``."""
+def turns_of(session: Session, number: str, tokens: int, most: int) -> list[Turn]:
+    """The last turns of a session, at most so many, all lengths divided by ``tokens``; ``number``
+    draws the tokens."""
     chance, ids, found = random.Random(f"{SEED}/{number}"), list[int](), list[Turn]()
     before = None
     for turn in session[-most:]:
@@ -119,45 +125,60 @@ def summary(way: str, turns: Sequence[Row], kept: Sequence[Row]) -> Row:
         "from_l3": sum(turn["from_l3"] for turn in idle) / sum(turn["history"] for turn in idle),
         "first_ms": median(first),
         "first_p90_ms": first[math.ceil(0.9 * len(first)) - 1],
-        "all_first_ms": median(turn["first_ms"] for turn in turns),
+        "mean_ms": fmean(turn["first_ms"] for turn in idle),
+        "all_mean_ms": fmean(turn["first_ms"] for turn in turns),
         "other_replies": sum(a["said"] != b["said"] for a, b in zip(turns, kept, strict=True)),
     }
 
 
 def measure(run: Run) -> Results:
     given = run.given
-    small = enumerate(sessions_of(given))
-    sessions = [turns_of(one, n, given.tokens, given.turns) for n, one in small]
+    small = sessions_of(given)
+    rounds = [
+        [turns_of(one, f"{number}/{n}", given.tokens, given.turns) for n, one in enumerate(small)]
+        for number in range(given.rounds)
+    ]
+    sessions = rounds[0]
     longest = max(len(turn.prompt) + turn.output for turns in sessions for turn in turns)
     histories = sum(max(len(turn.prompt) for turn in turns) for turns in sessions)
     pool = math.ceil(max(1.25 * longest, histories / 8) / PAGE_SIZE) * PAGE_SIZE
-    served: dict[str, list[Row]] = {}
-    with scratch() as folder:
-        for way, (title, name) in reversed(WAYS.items()):
-            print(f"{title}: starting", flush=True)
+    told: dict[str, list[Row]] = {way: [] for way in WAYS}
+    spent = dict.fromkeys(WAYS, 0.0)
+    with scratch() as scratched, ExitStack() as stack, steps(len(WAYS) * given.rounds) as advance:
+        folder, servers = Path(scratched), dict[str, Restorer]()
+        model = given.model_path or SMALL.build(folder)
+        for way, (_, name) in WAYS.items():
             options = server_options(
-                *(METHODS[name], run.machine, given.model_path or SHAPE.build(Path(folder))),
-                Path(folder) / way,
+                *(METHODS[name], run.machine, model, folder / way),
                 pool_tokens=pool if way != "all" else 2 * histories + 2 * longest,
                 hicache_ratio=2.0,
-                extra_args=given.server_args,
+                # The others' weights and pools count as used.
+                extra_args=("--mem-fraction-static", "0.5", *given.server_args),
             )
-            with Server(options) as server:
-                served[way] = asyncio.run(_serve(server.url, sessions, given.speed))
-    rows = [summary(way, served[way], served["all"]) for way in WAYS]
-    turns = {
-        WAYS[way][0]: [{k: v for k, v in turn.items() if k != "said"} for turn in told]
-        for way, told in served.items()
+            servers[way] = stack.enter_context(restorer(options, folder / way / "l3"))
+            servers[way].server.signal(signal.SIGSTOP)
+        for number, turns in enumerate(rounds):
+            for way in random.Random(number).sample([*WAYS], len(WAYS)):
+                advance(f"round {number}, {WAYS[way][0]}")
+                one = servers[way]
+                with one.turn():
+                    before = one.cpu_seconds()
+                    told[way] += asyncio.run(_serve(one.server.url, turns, given.speed))
+                    spent[way] += one.cpu_seconds() - before
+                    one.server.flush_cache(300)
+    rows = [{**summary(way, told[way], told["all"]), "cpu_s": spent[way]} for way in WAYS]
+    each = {
+        WAYS[way][0]: [{k: v for k, v in turn.items() if k != "said"} for turn in all_]
+        for way, all_ in told.items()
     }
     facts = {"sessions": len(sessions), "histories": histories, "pool": pool}
-    return {**facts, "tokens": given.tokens, "speed": given.speed, "rows": rows, "turns": turns}
+    return {**facts, "tokens": given.tokens, "speed": given.speed, "rows": rows, "turns": each}
 
 
 def finding(results: Results) -> str:
-    first = {row["way"]: row["first_ms"] for row in results["rows"]}
+    first = {row["way"]: row["mean_ms"] for row in results["rows"]}
     host, l3 = (first[WAYS[way][0]] for way in ("host", "l3"))
-    times = f"{l3:.0f} ms with L3, {host:.0f} ms without"
-    return f"Agents that come back get their first token after {times}"
+    return f"Agents that come back wait {l3:.0f} ms with L3, {host:.0f} ms without, in the mean"
 
 
 def missed(results: Results) -> list[str]:
@@ -175,7 +196,8 @@ PROGRAM = Program(
         *MODEL,
         Setting("--turns", at_least(2), 8, "of a session, the last ones"),
         Setting("--tokens", at_least(1), 128, "divides lengths"),
-        Setting("--speed", at_least(1.0), 5.0, "divides idle times"),
+        Setting("--speed", at_least(1.0), 10.0, "divides idle times"),
+        Setting("--rounds", at_least(1), 3, "of all sessions on each server"),
     ),
     tables=Table(
         "rows",
@@ -187,7 +209,9 @@ PROGRAM = Program(
             "tokens from L3 = from_l3 :.0%",
             "first token, ms = first_ms :.0f",
             "90%, ms = first_p90_ms :.0f",
-            "all turns, ms = all_first_ms :.0f",
+            "mean = mean_ms :.0f",
+            "all turns, mean = all_mean_ms :.0f",
+            "CPU s = cpu_s :.0f",
             "other replies = other_replies",
         ],
     ),

@@ -508,3 +508,7 @@ def _save_tensors(shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
         for name, shape in shapes.items()
     }
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+VOCABULARY = 1000  # random tokens are below it, in every model
+SMALL = TinyLlama(layers=4, hidden=512, heads=4, kv_heads=4, intermediate=1408)

@@ -5,12 +5,16 @@ time from the start of the prefetch to the last layer on the device.
 """
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import psutil
+import requests
 
 from bench.harness.options import ServerOptions
 from bench.harness.server import Reply, Server
@@ -90,6 +94,19 @@ class Restorer:
             yield
         finally:
             self.server.signal(signal.SIGSTOP)
+
+    def cpu_seconds(self) -> float:
+        """Of all processes of the server."""
+        assert self.server.process is not None
+        process = psutil.Process(self.server.process.pid)
+        times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+        return sum(one.user + one.system for one in times)
+
+    def tokens_from_l3(self) -> int:
+        """Prompt tokens that the server has had from L3; it has metrics."""
+        said = requests.get(f"{self.server.url}/metrics", timeout=60).text
+        counted = r'^sglang:cached_tokens_total\{.*cache_source="storage.*\} (.*)$'
+        return sum(int(float(count)) for count in re.findall(counted, said, re.MULTILINE))
 
     def store(self, history: Sequence[int]) -> None:
         """Have the history computed and written to L3."""
