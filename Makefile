@@ -16,7 +16,7 @@ export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo check test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
 	bench-accuracy bench-real bench-paper bench-hits bench-hits-load bench-eviction bench-returns bench-bursts \
-	bench-restores bench-saving bench-multiturn bench-real-model record-demo record-restores record-accuracy record-real-model
+	bench-restores bench-clients bench-real-model record-demo record-restores record-accuracy record-real-model
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -170,7 +170,7 @@ bench-paper: setup
 bench-eviction: setup
 	$(BIN)/python -m bench.eviction $(ARGS)
 
-# How soon agents that come back get their first token, on servers of four kinds. 15 minutes.
+# How soon agents that come back get their first token, on servers of three kinds. 15 minutes, alone.
 bench-returns: setup
 	$(BIN)/python -m bench.returns $(ARGS)
 
@@ -187,14 +187,16 @@ bench-hits: setup $(VENV)/.peers
 bench-restores: setup $(VENV)/.peers
 	$(BIN)/python -m bench.restores $(or $(STUDY),methods) $(ARGS)
 
-# What saving hidden states costs the tokens of running requests, 16 at a time. Minutes.
-bench-saving: setup
-	$(BIN)/python -m bench.multiturn --methods ideal,hcache-hidden --pool-tokens 32768 --rates inf \
-		--max-rounds 1 --num-clients 16 $(ARGS)
+# NVIDIA's client of servers. 1.2 GB.
+$(VENV)/.aiperf: requirements/aiperf.txt | $(VENV)/.created
+	$(BIN)/python -m venv --clear $(VENV)/aiperf
+	@requirements/pip.sh $(VENV)/aiperf/bin/python install -r requirements/aiperf.txt
+	@touch $@
 
-# The paper's workloads on servers of several methods. METHODS: which. Half an hour, alone.
-bench-multiturn: setup
-	$(BIN)/python -m bench.multiturn --methods $(or $(METHODS),recompute,file,hcache-eager) --scale 0.2 $(ARGS)
+# Agents' conversations by SGLang's benchmark and AIPerf, without L3, with `file` and with ours. Twelve
+# minutes, alone.
+bench-clients: setup $(VENV)/.aiperf
+	$(BIN)/python -m bench.clients $(ARGS)
 
 # Bursts of requests with L3 slower and faster than computing. Twenty minutes, alone.
 bench-hits-load: setup

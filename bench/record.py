@@ -32,7 +32,7 @@ PROGRAMS = {
     "demo": "bench.demo",
     "real": "bench.real",
     "restores": "bench.restores",
-    "multiturn": "bench.multiturn",
+    "clients": "bench.clients",
     "paper": "bench.paper",
     "codecs": "bench.codecs",
     "accuracy": "bench.accuracy.__main__",

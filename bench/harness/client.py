@@ -1,7 +1,6 @@
 """Streamed requests to an SGLang server, with their times."""
 
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,15 +13,10 @@ from bench.harness.server import CachedTokens
 _DATA, _DONE = b"data:", b"[DONE]"
 _LINE_BYTES = 1 << 22  # a line of a stream holds the whole reply so far
 _SILENCE_S = 600.0  # the longest pause within an answer
-_FLUSH_S = 120.0  # for a flush, which waits until L3 has every page
 
 
 class RequestError(Exception):
     """A server refused a request, or did not finish it."""
-
-
-class UnusableServer(Exception):
-    """A server cannot be used; one line that says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +25,6 @@ class Reply:
 
     Attributes:
         ttft_s: From sending to the first token.
-        latency_s: From sending to the last token.
         gaps_s: Between a token and the one before it, for each but the first. Tokens that came
             together share the time since those before them evenly.
         stopped: The last token is one that ends a reply.
@@ -41,21 +34,16 @@ class Reply:
     prompt_tokens: int
     cached: CachedTokens
     ttft_s: float
-    latency_s: float
     gaps_s: list[float]
     stopped: bool = False
 
 
 class StreamingClient:
-    """Notes when each token of a reply came; ``async with StreamingClient(url, api_key) as ...``.
-
-    ``api_key`` is the server's (admin) API key; without one it is that of the environment, which
-    other users of the machine do not see.
-    """
+    """Notes when each token of a reply came; ``async with StreamingClient(url, key) as ...``."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self._url, key = url.rstrip("/"), api_key or os.environ.get("HCACHE_API_KEY")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
@@ -69,54 +57,16 @@ class StreamingClient:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def server(self) -> dict[str, Any]:
-        """The server's arguments, version and limits; UnusableServer if it is no SGLang server."""
-        try:
-            return dict(json.loads(await self._ask("GET", "server_info", 30.0)))
-        except (RequestError, ValueError, TypeError) as error:
-            hint = "Start one, or pass its address with --url"
-            why = f"no usable SGLang server at {self._url} (/server_info: {error}). {hint}"
-            raise UnusableServer(why) from None
-
-    async def flush(self) -> None:
-        """Empty device and host caches when the server is idle; L3 has every page by then. Raises
-        UnusableServer if that is refused, or takes too long."""
-        try:
-            await self._ask("POST", f"flush_cache?timeout={_FLUSH_S:g}", _FLUSH_S + 30)
-        except RequestError as error:
-            raise UnusableServer(f"{self._url}/flush_cache: {error}") from None
-
-    async def _ask(self, method: str, path: str, seconds: float) -> str:
-        """The text of an answer. Raises RequestError."""
-        url, limit = f"{self._url}/{path}", aiohttp.ClientTimeout(total=seconds)
-        body: Any = None if method == "GET" else {}
-        asked = self._session.request(method, url, timeout=limit, json=body, allow_redirects=False)
-        try:
-            async with asked as answer:  # a redirect would take the key to another server
-                text = await answer.text(errors="replace")
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            why = str(error) or type(error).__name__
-            raise RequestError(f"the server does not answer: {why}") from None
-        if answer.status >= 300:
-            said = "give its --api-key" if answer.status in (401, 403) else error_text(text)
-            raise RequestError(f"{answer.status}: {said}")
-        return text
-
     async def generate(
-        self, prompt: Sequence[int] | str, output_tokens: int, *, ignore_eos: bool = True
+        self, prompt: Sequence[int], output_tokens: int, *, ignore_eos: bool = True
     ) -> Reply:
-        """One greedy request for ``output_tokens`` tokens.
-
-        Args:
-            prompt: Token ids, or a text for the server to tokenize.
-            ignore_eos: No token ends the reply.
+        """One greedy request; ``ignore_eos``: no token ends the reply before its length.
 
         Raises:
             RequestError: It was refused, or did not end well.
         """
-        kind = "text" if isinstance(prompt, str) else "input_ids"
         sampling = {"temperature": 0.0, "max_new_tokens": output_tokens, "ignore_eos": ignore_eos}
-        body = {kind: prompt, "sampling_params": sampling, "stream": True}
+        body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
         stream = _Stream(time.perf_counter())
         try:
             url = f"{self._url}/generate"
@@ -173,7 +123,6 @@ class _Stream:
             prompt_tokens=int(self._meta["prompt_tokens"]),
             cached=CachedTokens.of(self._meta),
             ttft_s=self._ttft,
-            latency_s=self._last - self._sent,
             gaps_s=self._gaps,
             stopped=self._meta["finish_reason"]["type"] == "stop",
         )

@@ -223,12 +223,12 @@ def failing() -> Iterator[None]:
 
     SIGTERM leaves its blocks as an error does: servers and temporary folders go, too.
     """
-    from bench.harness.client import RequestError, UnusableServer
+    from bench.harness.client import RequestError
     from bench.harness.machine import MachineError
     from bench.harness.server import ServerError, unwind_when_terminated
     from bench.workload.base import WorkloadError
 
-    known = UnusableServer, RequestError, MachineError, ServerError, WorkloadError, OSError
+    known = RequestError, MachineError, ServerError, WorkloadError, OSError
     unwind_when_terminated()
     try:
         yield

@@ -8,7 +8,8 @@ interpolated. Idle times, and new tokens, of one session are more alike than tho
 
 import json
 import lzma
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from math import exp, log
 from pathlib import Path
 from statistics import NormalDist
@@ -125,3 +126,42 @@ def _of_trace(requests: Iterable[dict[str, Any]]) -> Session:
         turns.append(AgentTurn(one["t"], one["in"], shared, one["out"], answered))
         before = one["in"]
     return turns
+
+
+# ---- conversations for clients of others ----
+
+
+def short_sessions(count: int, turns: int, longest: int, seed: int) -> list[Session]:
+    """The first turns of generated sessions that keep every prompt, of at most ``longest``."""
+    found = list[Session]()
+    while len(found) < count:
+        (session,) = generated(1, seed)
+        begin, seed = session[:turns], seed + 1
+        chained = all(b.shared == a.prompt for a, b in pairwise(begin))
+        if len(begin) == turns and chained and begin[-1].prompt <= longest:
+            found.append(begin)
+    return found
+
+
+def conversation(session: Session, tokens: int, text: Callable[[int], str]) -> list[str]:
+    """What a user says in each turn: the tokens that are new in it, divided by ``tokens``."""
+    return [text(max(1, (turn.prompt - turn.shared) // tokens)) for turn in session]
+
+
+def agentic_trace(conversations: Iterable[Iterable[str]]) -> dict[str, Any]:
+    """A file of the data set ``agentic-trace`` of SGLang's benchmark."""
+    talks = [[{"role": "user", "content": said} for said in one] for one in conversations]
+    return {"conversations": [[{"messages": [said]} for said in talk] for talk in talks]}
+
+
+def mooncake_trace(
+    conversations: Iterable[Iterable[str]], sessions: Iterable[Session], speed: float, output: int
+) -> Iterator[dict[str, Any]]:
+    """Lines of a trace for Mooncake replay; idle times of the sessions are divided by ``speed``."""
+    for number, (talk, session) in enumerate(zip(conversations, sessions, strict=True)):
+        answered = 0.0
+        for said, turn in zip(talk, session, strict=True):
+            idle = max(0.0, turn.time - answered) / speed
+            line = {"session_id": f"{number}", "text_input": said, "output_length": output}
+            yield line | {"delay": round(1e3 * idle)}
+            answered = turn.answered

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.workload.base import lognormal, zipf
-from bench.workload.paper import HISTORY_CAP, ShareGPT4
 
 PAGE_TOKENS = 128
 SPAN_S = 4 * 3600.0  # sessions begin within it
@@ -25,6 +24,11 @@ THINK_S, THINK_SPREAD = 120.0, 1.5
 USER_SKEW = 0.9
 AGENT_RESULT_MEAN, AGENT_CALL_MEAN = 200.0, 60.0  # tokens of a tool's result, and of a call
 RAG_SKEW = 1.0
+# Of ShareGPT4 in the HCache paper (EuroSys '25, section 2.3, figure 3): mean tokens of a question
+# and a reply, and the cap of a history. With that many rounds half of the histories are over 2.5K
+# tokens, as there; the spread is our own choice.
+CHAT_PROMPT, CHAT_REPLY, HISTORY_CAP = 66.8, 358.8, 16_384
+CHAT_ROUNDS, CHAT_ROUNDS_SPREAD = 6.0, 1.0
 
 
 class Request(NamedTuple):
@@ -100,9 +104,8 @@ def chat(seed: int) -> list[Request]:
         end, history = last.get(user, (0.0, _Text()))
         if source.chance.random() < 0.5 or history.tokens > HISTORY_CAP // 2:
             history = _Text()
-        turns = source.length(ShareGPT4.rounds_median, ShareGPT4.rounds_spread)
-        lengths = ShareGPT4.prompt_mean, ShareGPT4.output_mean
-        found += source.conversation(max(time, end), history, turns, *lengths)
+        turns = source.length(CHAT_ROUNDS, CHAT_ROUNDS_SPREAD)
+        found += source.conversation(max(time, end), history, turns, CHAT_PROMPT, CHAT_REPLY)
         last[user] = found[-1].time + source.pause(), history
     return _in_order(found)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench import multiturn, real, restores
+from bench import clients, real, restores
 from bench.demo import PROGRAM as DEMO
 from bench.harness.client import Reply, StreamingClient
 from bench.harness.machine import find_machine
@@ -20,7 +20,6 @@ from bench.harness.methods import METHODS, server_options
 from bench.harness.options import ADMIN_KEY
 from bench.harness.program import Program
 from bench.harness.server import CachedTokens, Server
-from bench.workload import paper
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.engine
@@ -45,26 +44,6 @@ def results_of(program: Program, folder: Path, name: str, *arguments: str) -> di
     assert (folder / f"{name}.png").exists()
     found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
     return found
-
-
-def test_histories_come_from_l3_when_rounds_are_flushed(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(paper, "ROUND_INTERVAL_S", 0.1)
-
-    def tiers(*arguments: str) -> dict[str, float]:
-        found = results_of(
-            *(multiturn.PROGRAM, tmp_path, "multiturn", "--url", server.url, "--rates", "inf"),
-            *("--api-key", ADMIN_KEY, "--num-clients", "3", "--scale", "0.15", *arguments),
-        )
-        (row,) = found["rows"]
-        assert (row["failed"], row["requests"]) == (0, found["workload"]["requests"])
-        assert 0 < row["first_ms"] <= row["first_p90_ms"]
-        return dict(row["tiers"])
-
-    flushed = tiers("--max-rounds", "2", "--flush-between-rounds")
-    assert flushed["device"] == flushed["host"] == 0 < flushed["storage"]
-    assert tiers("--max-rounds", "3", "--seed", "2")["device"] > 0.3
 
 
 def test_ingested_documents_are_found_in_l3(server: Server, tmp_path: Path) -> None:
@@ -122,6 +101,18 @@ def test_a_real_model_is_asked_cold_and_warm_after_a_restart(tmp_path: Path) -> 
     assert row["bytes_per_token"]["file"] == 46080  # before questions added pages
     assert all(len(asked) == 2 for rounds in row["rounds_ms"].values() for asked in rounds)
     assert min(row["cpu_s"].values()) > 0
+
+
+@pytest.mark.long
+def test_a_client_of_sglang_replays_conversations(tmp_path: Path) -> None:
+    arguments = ("--conversations", "2", "--turns", "2", "--rounds", "1", "--tokens", "64")
+    found = results_of(
+        clients.PROGRAM, tmp_path, "clients", "--clients", "bench_serving", *arguments
+    )
+    cold = {row["server"]: row for row in found["rows"] if row["phase"] == clients.COLD}
+    assert [row["replies"] for row in cold.values()] == [4, 4, 4]
+    assert cold["no L3"]["from_l3"] == 0 < cold["ours"]["from_l3"] == cold["`file`"]["from_l3"]
+    assert all(0 < row["p50_ms"] <= row["p90_ms"] for row in cold.values())
 
 
 @pytest.mark.long

@@ -8,7 +8,6 @@ from bench.harness.report import aligned
 from bench.record import PROGRAMS
 
 MODULES = [*PROGRAMS.values()]
-NOBODY = "http://127.0.0.1:9"
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -24,13 +23,9 @@ def test_a_program_says_what_it_is_told(module: str, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("module", "arguments", "message"),
     [
-        ("multiturn", ["--methods", "magic"], "argument --methods: 'magic' must be of ideal"),
-        ("multiturn", ["--scale", "0"], "--scale 0: must be a number above 0"),
-        ("multiturn", ["--workload", "zipf", "--zipf-skew", "3"], "--zipf-skew 3: must be from 0"),
-        ("multiturn", ["--url", "localhost:1"], "--url localhost:1: must be http://HOST:PORT"),
-        ("multiturn", ["--url", NOBODY], f"SGLang server at {NOBODY}"),
-        ("multiturn", ["--model-path", "/no/model"], "--model-path: /no/model: there is nothing"),
-        ("multiturn", ["--num-clients", "0"], "argument --num-clients: 0 must be at least 1"),
+        ("clients", ["--clients", "magic"], "argument --clients: 'magic' must be of bench_serving"),
+        ("clients", ["--turns", "1"], "argument --turns: 1 must be at least 2"),
+        ("returns", ["--model-path", "/no/model"], "--model-path: /no/model: there is nothing"),
         ("restores", ["magic"], "argument study: invalid choice: 'magic' (choose from"),
         ("restores", ["pages", "--methods", "magic"], "--methods: pages has plain, own"),
         ("restores", ["pages", "--tokens", "1"], "argument --tokens: 1 must be at least 64"),
