@@ -37,8 +37,8 @@ from bench.workload.agents import agentic_trace, conversation, mooncake_trace, s
 from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env, stub_torchvision
 
 SEED, LONGEST = 1, 45_000  # tokens of a prompt, before it is divided
-REPLY, PARALLEL = 8, 4  # tokens; conversations at a time, which all begin at once in AIPerf
-POOL = 2048  # tokens of the device; host memory has a quarter more
+REPLY, PARALLEL = 4, 4  # tokens; conversations at a time, which all begin at once in AIPerf
+POOL = 1536  # tokens of the device; host memory has a quarter more
 COMPARED = {
     NO_L3: replace(METHODS["host"], title="no L3"),
     "file": replace(METHODS["file"], title="`file`"),
@@ -234,7 +234,7 @@ PROGRAM = Program(
         Setting("--clients", names(list(CLIENTS)), list(CLIENTS), "that send the conversations"),
         Setting("--conversations", at_least(1), 8, "of agents"),
         Setting("--turns", at_least(2), 4, "of each"),
-        Setting("--tokens", at_least(1), 40, "divides lengths"),
+        Setting("--tokens", at_least(1), 48, "divides lengths"),
         Setting("--speed", at_least(1.0), 10.0, "divides idle times (AIPerf)"),
         Setting("--rounds", at_least(1), 3, "with everything in L3"),
     ),
