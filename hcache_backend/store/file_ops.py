@@ -356,7 +356,9 @@ class PageIO:
         length = sum(piece.nbytes for piece in pieces)
         if (divided := _divided(pieces, offset, self.alignment)) is not None:
             body, tail = divided
-            end = self.scratch.end[: round_up(len(tail))]
+            # No further than the block in which a file may end: KvikIO reads nothing past it.
+            cut = offset + length - len(tail)
+            end = self.scratch.end[: round_up(cut + len(tail)) - cut if tail else 0]
             move_all(self._ops.read, fd, [*body, end] if end else body, offset, length)
             tail[:] = end[: len(tail)]
             return len(tail)

@@ -1,5 +1,7 @@
 """Shares of pages: every rank has the memory of its own share, and reads what others wrote."""
 
+import errno
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -24,7 +26,7 @@ from store_testing import (
 
 from hcache_backend.format.file import file_layout, parse_header
 from hcache_backend.format.units import ALL_EIGHTHS, WHOLE, Segment, SegmentTable, Shard, units_of
-from hcache_backend.store import PageStore
+from hcache_backend.store import FileOps, PageStore
 from hcache_backend.store.file_ops import MAX_VECTORS
 
 LAYERS = SegmentTable(
@@ -297,11 +299,20 @@ def test_memory_that_is_not_that_of_the_share_is_refused(store: PageStore) -> No
         store.drop(NAMESPACE)
 
 
-@pytest.mark.parametrize("length", [100, 511, 512, 4095, 4096, 4097, 20480, 1061056])
+class NoFurther(FileOps):
+    """Reads nothing past the end of a file, as KvikIO."""
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if offset + sum(buffer.nbytes for buffer in buffers) > os.fstat(fd).st_size:
+            raise OSError(errno.EIO, "past the end")
+        return super().read(fd, buffers, offset)
+
+
+@pytest.mark.parametrize("length", [100, 511, 512, 4095, 4096, 4097, 4708, 20480, 1061056])
 def test_of_a_page_of_any_length_less_than_a_sector_is_copied(length: int, tmp_path: Path) -> None:
     """Encoded pages are no multiples of a block: all of their bytes were copied, both ways."""
     data = np.random.default_rng(length).integers(0, 256, length, np.uint8).tobytes()
-    with closing(open_quiet(tmp_path / "store")) as store:
+    with closing(open_quiet(tmp_path / "store", ops=NoFurther())) as store:
         with store.disks[0].use() as folder:
             sector = folder.io.alignment.length
         assert store.put(NAMESPACE, [key(0)], [[memory(data)]]) == [True]
