@@ -12,6 +12,8 @@ from typing import Any
 
 from bench.harness.plans import predicted_ms
 from bench.real import ours_of
+from bench.store.__main__ import ratios, rows_of, span
+from bench.store.pages import CEILING, STORE
 from hcache_backend.plan.model_shape import ModelShape, encoded
 
 MARK = re.compile(r"(<!-- = ([\w-]+) -->)(.*?)(<!-- / -->)", re.DOTALL)
@@ -51,6 +53,22 @@ def fraction_of_computing(results: Recorded) -> str:
     return mean([row["cold_ms"]["ours"] / row["cold_ms"]["none"] for row in rows])
 
 
+def store_by(results: Recorded, kind: str, other: str) -> str:
+    """How many times as fast as another the page store is: over the pages of all models."""
+    return span(ratios(results("store"), kind, other))
+
+
+def store_cpu(results: Recorded, name: str) -> str:
+    """CPU seconds per GB of reads."""
+    return span(row["cpu"] for row in rows_of(results("store"), "read", (name,)))
+
+
+def store_copied(results: Recorded) -> str:
+    """The largest share of the bytes of a page that the store copied, in per cent."""
+    rows = [row for kind in ("read", "write") for row in rows_of(results("store"), kind, (STORE,))]
+    return f"{100 * max(row['copied'] for row in rows):.2f}"
+
+
 @cache
 def planned() -> dict[str, float]:
     """Milliseconds by ``hcache plan`` until Llama-3.3-70B has 60,000 tokens: 8 H100, 8 SSDs."""
@@ -84,6 +102,18 @@ CLAIMS: dict[str, Callable[[Recorded], str]] = {
     "real-nixl-worst": lambda results: f"{max(of(results, 'nixl_cold')):.2f}",
     "real-computed": fraction_of_computing,
     "bytes-bfloat16": bytes_of_file,
+    "store-least": lambda results: f"{min(ratios(results('store'), 'read', CEILING)):.2f}",
+    "store-reads": lambda results: store_by(results, "read", CEILING),
+    "store-writes": lambda results: store_by(results, "write", CEILING),
+    "store-reads-nixl": lambda results: store_by(results, "read", "NIXL POSIX"),
+    "store-writes-nixl": lambda results: store_by(results, "write", "NIXL POSIX"),
+    "store-reads-file": lambda results: store_by(results, "read", "HiCacheFile"),
+    "store-writes-file": lambda results: store_by(results, "write", "HiCacheFile"),
+    "store-cpu": lambda results: store_cpu(results, STORE),
+    "store-cpu-nixl": lambda results: store_cpu(results, "NIXL POSIX"),
+    "store-cpu-file": lambda results: store_cpu(results, "HiCacheFile"),
+    "store-copied": store_copied,
+    "store-rounds": lambda results: f"{results('store')['rounds']}",
 }
 
 

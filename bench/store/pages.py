@@ -2,26 +2,27 @@
 
 import mmap
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import TypeVar
 
 import numpy as np
 
 from bench.store.peers import Peer, files_in, found_peers
 from hcache_backend.config import parse_config
-from hcache_backend.format.envelope import BLOCK, PageName
-from hcache_backend.format.units import WHOLE, digest
+from hcache_backend.format.envelope import round_up
+from hcache_backend.format.page import PageLayout
 from hcache_backend.store import PageStore
 from hcache_backend.store.file_ops import kvikio_state
 
@@ -30,18 +31,16 @@ BATCH = 128
 NAMESPACE = b"bench-----------"
 WRITER = b"bench---"
 STORE, KVIKIO, CEILING = "store", "store, KvikIO", "ceiling"
-BARE, HASHED = "its files, bare loop", "its files, bare loop, xxh3"
-_LEAST_BYTES = 512 * MIB
+_ROUND_BYTES = 256 * MIB  # that are written in a round, and read
 _BLOCKS = (MIB, 4 * MIB, 16 * MIB)
 _THREADS = (4, 8)
+_SPAN = 64 * MIB  # of the memory that blocks go through: a multiple of all of them
 _TRIES = 2
 _GIL_RATE = 500  # samples per second
 _PY_SPY = Path(sys.executable).with_name("py-spy")
 
 Contestant = TypeVar("Contestant")
 Work = Callable[[], None]
-Get = Callable[[bytes, Sequence[bytes], Sequence[list[memoryview]]], list[bool]]
-"""Reads pages of a namespace; returns which of them came."""
 Way = tuple[int, int]  # how a large file is moved: block size and number of threads
 
 
@@ -53,6 +52,7 @@ class Speeds:
         read: With a cold cache: MiB/s in every round.
         write: Brought to the disk at the end: MiB/s in every round.
         cpu: CPU seconds of the whole process per GB in every round, by ``read`` and ``write``.
+        copied: Share of the bytes that the store copied because of alignment, as of ``cpu``.
         gil: Microseconds per page that the interpreter lock was held, in a round of its own.
         ceiling: The way of the ceiling, by ``read`` and ``write``.
     """
@@ -60,6 +60,7 @@ class Speeds:
     read: dict[str, list[float]] = field(default_factory=dict)
     write: dict[str, list[float]] = field(default_factory=dict)
     cpu: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    copied: dict[str, dict[str, float]] = field(default_factory=dict)
     gil: dict[str, dict[str, float]] = field(default_factory=dict)
     ceiling: dict[str, Way] = field(default_factory=dict)
     watches_gil: bool = False
@@ -112,88 +113,61 @@ def gil_seconds(work: Callable[[], None]) -> float | None:
         return sum(int(line.rsplit(" ", 1)[1]) for line in samples.open()) / _GIL_RATE
 
 
-def bench_pages(folder: Path, page: int, rounds: int, io_threads: int) -> Speeds:
-    """Write and read pages of ``page`` bytes in batches of 128."""
-    batches = max(1, _LEAST_BYTES // (page * BATCH))
-    memory = memoryview(mmap.mmap(-1, BATCH * page))
-    memory[:] = np.random.default_rng(0).bytes(MIB) * (BATCH * page // MIB)
-    pages = [[memory[number * page : (number + 1) * page]] for number in range(BATCH)]
+def bench_pages(
+    folder: Path, layout: PageLayout, ways: dict[str, Way], rounds: int, io_threads: int
+) -> Speeds:
+    """Write and read a model's pages in batches of at most 128, as a rank of it does."""
+    page, speeds = layout.stride, Speeds(ceiling=ways)
+    batch = min(BATCH, max(1, _ROUND_BYTES // page))
+    batches = max(1, _ROUND_BYTES // (page * batch))
+    memory = filled_memory(batch * page)
+    starts = range(0, batch * page, page)
+    pages = [[memory[start : start + layout.page_bytes]] for start in starts]
     options = {"dirs": [str(folder / "store")], "min_free_bytes": 0, "io_threads": io_threads}
     chance = np.random.default_rng(page)
-    one = LargeFile(folder, batches * BATCH, page, memory)
-    speeds = Speeds(ceiling=one.best_ways())
+    one = LargeFile(folder, batches * batch, page, memory)
     with ExitStack() as opened:
 
         def store_of(reader: str) -> PageStore:
             config = parse_config(options | {"reader": reader}, "bench")
             return opened.enter_context(closing(PageStore(config, WRITER)))
 
-        store = store_of("posix")
-        stores: dict[str, Get] = {
-            STORE: store.get,
-            BARE: BareLoop(store, io_threads, opened, hashed=False).get,
-            HASHED: BareLoop(store, io_threads, opened, hashed=True).get,
-        }
+        stores = {STORE: store_of("posix")}
         mode, why = kvikio_state()
         if mode == "nothing":
             print(f"without KvikIO: {why}")
         else:
-            stores[KVIKIO] = store_of("kvikio").get
-        peers = found_peers(folder, memory, page, batches * BATCH * page, opened)
+            stores[KVIKIO] = store_of("kvikio")
+        peers = found_peers(folder, memory, page)
         for number in range(rounds + 1):
             speeds.watches_gil = number == rounds
-            names = [[chance.bytes(32) for _ in range(BATCH)] for _ in range(batches)]
-            readers = in_turn(list(stores.items()), number)
+            names = [[chance.bytes(32) for _ in range(batch)] for _ in range(batches)]
             contest = [
-                partial(_store_round, store, readers, names, pages, page, speeds),
+                partial(_store_round, stores, layout, names, pages, number, speeds),
                 partial(one.round, speeds),
                 *(partial(_peer_round, *peer, names, page, speeds) for peer in peers.items()),
             ]
             for entrant in in_turn(contest, number):
                 settle()
                 entrant()
-            print(f"{page // 1024} KiB, round {number + 1} of {rounds + 1}", flush=True)
+            print(f"{page / MIB:.2f} MiB, round {number + 1} of {rounds + 1}", flush=True)
+    shutil.rmtree(folder / "store")
     return speeds
+
+
+def filled_memory(size: int) -> memoryview:
+    """Random bytes, at least as many as blocks of the ceiling need."""
+    memory = memoryview(mmap.mmap(-1, max(round_up(size), _SPAN)))
+    for start in range(0, len(memory), MIB):
+        piece = memory[start : start + MIB]
+        piece[:] = np.random.default_rng(start).bytes(len(piece))
+    return memory
 
 
 def in_turn(contestants: list[Contestant], number: int) -> list[Contestant]:
     """Their order in this round: no contestant is always the one after the others."""
     first = number % len(contestants)
     return contestants[first:] + contestants[:first]
-
-
-class BareLoop:
-    """The floor of the store's reads: without index, checks and errors.
-
-    As many threads as the store has open, read and close its page files, by the same system calls.
-    ``hashed``: they also compute the digest of every page.
-    """
-
-    def __init__(self, store: PageStore, threads: int, opened: ExitStack, *, hashed: bool) -> None:
-        self._root = store.disks[0].path / "pages"
-        self._hashed = hashed
-        self._pool = opened.enter_context(ThreadPoolExecutor(threads))
-        self._headers = [memoryview(mmap.mmap(-1, BLOCK)) for _ in range(threads)]
-
-    def get(
-        self, namespace: bytes, keys: Sequence[bytes], pages: Sequence[list[memoryview]]
-    ) -> list[bool]:
-        left = zip(keys, pages, strict=True)
-
-        def work(header: memoryview) -> int:
-            came = 0
-            for key, [page] in left:
-                name = PageName(namespace, key, WHOLE)
-                file = f"{self._root}/{name.bucket}/{name.file}"
-                fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-                came += os.preadv(fd, [header, page], 0) == BLOCK + page.nbytes
-                os.close(fd)
-                if self._hashed:
-                    digest([page])
-            return came
-
-        require(sum(self._pool.map(work, self._headers)) == len(keys), "a file was cut")
-        return [True] * len(keys)
 
 
 class LargeFile:
@@ -209,19 +183,6 @@ class LargeFile:
         self._names = [[b""] * pages]
         self._memory = memory
         self._fd = -1
-
-    def best_ways(self) -> dict[str, Way]:
-        """The fastest block size and thread count, for reading and for writing."""
-        found: dict[str, dict[Way, list[float]]] = {"read": {}, "write": {}}
-        for _ in range(_TRIES):
-            for block in _BLOCKS:
-                for threads in _THREADS:
-                    way = (block, threads)
-                    tried = Speeds(ceiling={"write": way, "read": way})
-                    self.round(tried)
-                    for kind, speeds in found.items():
-                        speeds.setdefault(way, []).append(median(getattr(tried, kind)[CEILING]))
-        return {kind: max(ways, key=lambda way: median(ways[way])) for kind, ways in found.items()}
 
     def round(self, speeds: Speeds) -> None:
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
@@ -241,7 +202,7 @@ class LargeFile:
         def work(number: int) -> None:
             for offset in range(number * block, self._size, threads * block):
                 wanted = min(block, self._size - offset)
-                place = offset % len(self._memory)
+                place = offset % _SPAN
                 piece = self._memory[place : place + wanted]
                 require(move(self._fd, [piece], offset) == wanted, "a block was cut")
 
@@ -249,6 +210,18 @@ class LargeFile:
             list(pool.map(work, range(threads)))
         if kind == "write":
             os.fdatasync(self._fd)
+
+
+def best_ways(folder: Path) -> dict[str, Way]:
+    """The fastest block size and thread count of a large file, for reading and for writing."""
+    one = LargeFile(folder, _ROUND_BYTES // MIB, MIB, filled_memory(MIB))
+    found: dict[str, dict[Way, float]] = {"read": {}, "write": {}}
+    for way in list(product(_BLOCKS, _THREADS)) * _TRIES:
+        tried = Speeds(ceiling={"write": way, "read": way})
+        one.round(tried)
+        for kind, ways in found.items():
+            ways[way] = max(ways.get(way, 0.0), *getattr(tried, kind)[CEILING])
+    return {kind: max(ways, key=ways.__getitem__) for kind, ways in found.items()}
 
 
 def drop_cache(paths: Iterable[Path]) -> None:
@@ -271,28 +244,37 @@ def require(condition: bool, message: str) -> None:
 
 
 def _store_round(
-    store: PageStore,
-    readers: Sequence[tuple[str, Get]],
+    stores: Mapping[str, PageStore],
+    layout: PageLayout,
     names: Sequence[list[bytes]],
     pages: Sequence[list[memoryview]],
-    page: int,
+    number: int,
     speeds: Speeds,
 ) -> None:
     """Put all batches and flush; get them all, by each of the readers; delete them."""
+    store, shard = stores[STORE], layout.shard
 
     def write() -> None:
         for keys in names:
-            require(all(store.put(NAMESPACE, keys, pages)), "not everything was stored")
+            done = store.put(NAMESPACE, keys, pages, shard=shard, table=layout.table)
+            require(all(done), "not everything was stored")
         require(store.flush(), "not everything was synced")
 
-    def read(get: Get) -> None:
+    def read(reader: PageStore) -> None:
         for keys in names:
-            require(all(get(NAMESPACE, keys, pages)), "not everything was read")
+            done = reader.get(NAMESPACE, keys, pages, shard=shard)
+            require(all(done), "not everything was read")
 
-    speeds.note("write", STORE, names, page, write)
-    for name, get in readers:
-        drop_cache(path for disk in store.disks for path in disk.path.glob("pages/??/*.page"))
-        speeds.note("read", name, names, page, partial(read, get))
+    def move(kind: str, name: str, one: PageStore, work: Work) -> None:
+        before = one.stats.bytes_copied
+        speeds.note(kind, name, names, layout.page_bytes, work)
+        size = sum(map(len, names)) * layout.page_bytes
+        speeds.copied.setdefault(kind, {})[name] = (one.stats.bytes_copied - before) / size
+
+    move("write", STORE, store, write)
+    for name, reader in in_turn(list(stores.items()), number):
+        drop_cache(files_in(store.disks[0].path / "pages"))
+        move("read", name, reader, partial(read, reader))
     store.drop(NAMESPACE)
 
 
@@ -313,5 +295,4 @@ def _peer_round(
     speeds.note("write", name, names, page, write)
     drop_cache(files_in(peer.pages))
     speeds.note("read", name, names, page, read)
-    for keys in names:
-        peer.clear(keys)
+    peer.clear()

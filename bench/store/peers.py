@@ -1,22 +1,19 @@
-"""Other stores that pages go through: SGLang's HiCacheFile, NIXL's POSIX backend, Mooncake."""
+"""Other stores that pages go through: SGLang's HiCacheFile and NIXL's POSIX backend."""
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.harness import mooncake
-
 _NIXL_BATCH = 32
 
 
 class Peer(ABC):
-    """A store of pages of one size, in the memory that it was made with; its files, if it has any,
-    are in ``pages``."""
+    """A store of pages of one size, in the memory that it was made with; its files are in
+    ``pages``."""
 
     pages: Path
 
@@ -28,19 +25,16 @@ class Peer(ABC):
     def get(self, keys: Sequence[bytes]) -> None:
         """Read pages to the beginning of the memory."""
 
-    def clear(self, keys: Sequence[bytes]) -> None:
-        """Delete pages."""
+    def clear(self) -> None:
+        """Delete all pages."""
         for path in files_in(self.pages):
             path.unlink()
-
-    def close(self) -> None:  # noqa: B027
-        """End it, if there is anything to end."""
 
 
 class HiCacheFilePeer(Peer):
     """SGLang's own file backend; an ImportError if SGLang cannot be imported."""
 
-    def __init__(self, folder: Path, memory: memoryview, page: int, most: int) -> None:
+    def __init__(self, folder: Path, memory: memoryview, page: int) -> None:
         import torch
         from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 
@@ -72,7 +66,7 @@ class NixlPeer(Peer):
     not installed.
     """
 
-    def __init__(self, folder: Path, memory: memoryview, page: int, most: int) -> None:
+    def __init__(self, folder: Path, memory: memoryview, page: int) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
 
         for number in range(256):
@@ -118,68 +112,20 @@ class NixlPeer(Peer):
             raise RuntimeError("NIXL did not move the pages")
 
 
-class MooncakePeer(Peer):
-    """Mooncake's store: a node in another process lends its memory, over TCP on this machine.
-
-    A RuntimeError or ImportError if it does not run.
-    """
-
-    def __init__(self, folder: Path, memory: memoryview, page: int, most: int) -> None:
-        from mooncake.store import MooncakeDistributedStore
-
-        folder.mkdir()
-        self.pages = folder / "none"
-        self.pages.mkdir()
-        self._page, self._start = page, _address(memory)
-        # A fifth is left: the master makes room at 95%.
-        self._cluster = mooncake.cluster(folder, most + most // 4)
-        address = self._cluster.__enter__().address
-        self._store: Any = MooncakeDistributedStore()
-        options = ("127.0.0.1", "P2PHANDSHAKE", 0, mooncake.BUFFER_BYTES, "tcp", "", address)
-        if self._store.setup(*options) or self._store.register_buffer(self._start, memory.nbytes):
-            raise RuntimeError("Mooncake's store could not be set up")
-
-    def put(self, keys: Sequence[bytes]) -> None:
-        if any(self._store.batch_put_from(*self._places(keys))):
-            raise RuntimeError("Mooncake did not store")
-
-    def get(self, keys: Sequence[bytes]) -> None:
-        if set(self._store.batch_get_into(*self._places(keys))) != {self._page}:
-            raise RuntimeError("Mooncake did not read")
-
-    def clear(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self._store.remove(key.hex(), True)
-
-    def close(self) -> None:
-        self._store.close()
-        self._cluster.__exit__(None, None, None)
-
-    def _places(self, keys: Sequence[bytes]) -> tuple[list[str], list[int], list[int]]:
-        starts = [self._start + number * self._page for number in range(len(keys))]
-        return [key.hex() for key in keys], starts, [self._page] * len(keys)
-
-
-PEERS: dict[str, Callable[[Path, memoryview, int, int], Peer]] = {
+PEERS: dict[str, Callable[[Path, memoryview, int], Peer]] = {
     "HiCacheFile": HiCacheFilePeer,
     "NIXL POSIX": NixlPeer,
-    "Mooncake, memory": MooncakePeer,
 }
 
 
-def found_peers(
-    folder: Path, memory: memoryview, page: int, most: int, opened: ExitStack
-) -> dict[str, Peer]:
-    """Those that run here, by name, until ``opened`` ends; says why others do not. At most ``most``
-    bytes of pages are stored at a time."""
+def found_peers(folder: Path, memory: memoryview, page: int) -> dict[str, Peer]:
+    """Those that run here, by name; says why others do not."""
     found: dict[str, Peer] = {}
     for name, kind in PEERS.items():
         try:
-            found[name] = kind(folder / f"{name.split()[0]}-{page}", memory, page, most)
+            found[name] = kind(folder / f"{name.split()[0]}-{page}", memory, page)
         except Exception as error:
             print(f"without {name}: {error!r}")
-        else:
-            opened.callback(found[name].close)
     return found
 
 

@@ -256,6 +256,40 @@ class Sizing(NamedTuple):
     disk_bytes: int
 
 
+def page_layout(
+    model: ModelShape,
+    dtype: str,
+    partition: Partition,
+    *,
+    page_size: int = PAGE_TOKENS,
+    codec: PlannedCodec = "auto",
+    tp: int = 1,
+) -> PageLayout:
+    """Of the first rank's pages; arguments as of :func:`sizing`."""
+    from hcache_backend.restore.exchange import shard_of_rank
+
+    heads = _heads_of_rank(model, tp)
+    stored = encoded(model, codec, dtype, tp=tp, page_size=page_size)
+    kv_bytes = stored.kv_bytes * heads // model.kv_heads
+    shard = shard_of_rank(0, tp, page_size)
+    hidden = hidden_layer(page_size, stored.hidden_bytes, model.hidden)
+    kv_length, both = page_size * kv_bytes * shard.of, model.head_dim + model.value_dim
+    segments = (
+        Segment(kv_length * width // both, shard.of, units_per_group(page_size, heads * width))
+        for width in (model.head_dim, model.value_dim)
+    )
+    kv = StoredLayer(tuple(segments))
+    if model.latent or not partition.kv:
+        kv = hidden_layer(page_size, kv_bytes, model.kv_width)
+    kinds = ((RECOMPUTED, partition.recompute), (hidden, partition.hidden), (kv, partition.kv))
+    layers = tuple(layer for layer, count in kinds for _ in range(count))
+    return PageLayout(page_size, layers, shard)
+
+
+def _heads_of_rank(model: ModelShape, tp: int) -> int:
+    return model.kv_heads if model.latent else -(-model.kv_heads // tp)
+
+
 def sizing(
     model: ModelShape,
     dtype: str,
@@ -271,24 +305,9 @@ def sizing(
     """Room for ``conversations`` of ``tokens`` tokens, of which full pages are kept. ``model`` is
     without a codec and served in ``dtype``: ``bfloat16``, ``float16`` or ``float32``. The device's
     KV pool has ``device_tokens`` (SGLang's ``max_total_num_tokens``)."""
-    from hcache_backend.restore.exchange import shard_of_rank
-
-    heads = model.kv_heads if model.latent else -(-model.kv_heads // tp)  # of a rank
-    stored = encoded(model, codec, dtype, tp=tp, page_size=page_size)
-    plain, kv_bytes = (each.kv_bytes * heads // model.kv_heads for each in (model, stored))
-    shard = shard_of_rank(0, tp, page_size)
-    hidden = hidden_layer(page_size, stored.hidden_bytes, model.hidden)
-    kv_length, both = page_size * kv_bytes * shard.of, model.head_dim + model.value_dim
-    segments = (
-        Segment(kv_length * width // both, shard.of, units_per_group(page_size, heads * width))
-        for width in (model.head_dim, model.value_dim)
-    )
-    kv, files = StoredLayer(tuple(segments)), tp  # K and V are those of a rank's own heads
-    if model.latent or not partition.kv:
-        kv, files = hidden_layer(page_size, kv_bytes, model.kv_width), shard.of
-    kinds = ((RECOMPUTED, partition.recompute), (hidden, partition.hidden), (kv, partition.kv))
-    layers = tuple(layer for layer, count in kinds for _ in range(count))
-    layout = PageLayout(page_size, layers, shard)
+    layout = page_layout(model, dtype, partition, page_size=page_size, codec=codec, tp=tp)
+    shard, plain = layout.shard, model.kv_bytes * _heads_of_rank(model, tp) // model.kv_heads
+    files = shard.of if model.latent or not partition.kv else tp  # K and V are a rank's own heads
     pages, given = conversations * (tokens // page_size), device_tokens or 0
     page_bytes = layout.stride  # in host memory
     # SGLang's pool has a page more than it gives out.
