@@ -38,6 +38,7 @@ PROGRAMS = {
     "accuracy": "bench.accuracy.__main__",
     "store": "bench.store.__main__",
     "eviction": "bench.eviction",
+    "replies": "bench.replies",
     "returns": "bench.returns",
     "bursts": "bench.bursts",
     "hits": "bench.hits.__main__",

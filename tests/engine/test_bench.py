@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench import clients, real, restores
+from bench import clients, real, replies, restores
 from bench.demo import PROGRAM as DEMO
 from bench.harness.client import Reply, StreamingClient
 from bench.harness.machine import find_machine
@@ -113,6 +113,15 @@ def test_a_client_of_sglang_replays_conversations(tmp_path: Path) -> None:
     assert [row["replies"] for row in cold.values()] == [4, 4, 4]
     assert cold["no L3"]["from_l3"] == 0 < cold["ours"]["from_l3"] == cold["`file`"]["from_l3"]
     assert all(0 < row["p50_ms"] <= row["p90_ms"] for row in cold.values())
+
+
+@pytest.mark.long
+def test_replies_behind_a_recomputed_front_are_compared_with_computed_ones(tmp_path: Path) -> None:
+    few = ("--histories", "1", "--tokens", "512", "--questions", "2", "--reply", "2")
+    assert replies.PROGRAM.main(["--out", str(tmp_path), *few, "--methods", "front,never"]) == 0
+    front, never = json.loads((tmp_path / "replies.json").read_text())["rows"]
+    assert (front["replies"], front["hit"], never["hit"]) == (2, 1, 1)
+    assert never["recomputed"] == 0 < front["recomputed"] < 1
 
 
 @pytest.mark.long

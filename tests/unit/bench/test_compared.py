@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from bench import real
+from bench import real, replies
 from bench.harness.rounds import median_interval
-from bench.harness.server import ServerError
+from bench.harness.server import Reply, ServerError
 from bench.hits import cases, load, measure
 from bench.hits.cases import ALWAYS, MODELS, OURS
 from hcache_backend.server_report import ServerReport, write_report
@@ -47,6 +47,21 @@ def test_cold_and_warm_answers_are_compared_round_by_round() -> None:
     assert parts["of_file_cold_interval"] == pytest.approx((0.6, 0.6))
     assert parts["of_file_warm"] == pytest.approx(1.8)
     assert real.ratios({"ours": found["ours"]}) == {}
+
+
+def test_replies_are_compared_up_to_the_first_token_that_differs() -> None:
+    def reply(tokens: list[int], best: list[float]) -> Reply:
+        tops = [[[logprob, 0, None], [logprob - 0.25, 1, None]] for logprob in best]
+        return Reply(tokens, {"output_top_logprobs": tops})
+
+    computed = reply([1, 2, 3], [-1.0, -2.0, -3.0])
+    others = [reply([1, 2, 3], [-1.0, -2.0, -3.0]), reply([1, 9, 3], [-1.5, -7.0, -9.0])]
+    found = replies.compared(others, [computed, computed])
+    assert found == {"differ": 1, "ties": [0.25], "mean": 0.125, "largest": 0.5}
+    assert replies.compared(others[1:], [reply([4, 2, 3], [0.0] * 3)]) == {
+        "differ": 1,
+        "ties": [0.25],
+    }
 
 
 @pytest.mark.parametrize(("count", "first"), [(6, 1), (8, 1), (9, 2), (15, 4), (25, 8)])
