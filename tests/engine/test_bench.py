@@ -116,11 +116,12 @@ def test_a_client_of_sglang_replays_conversations(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)  # without instructions for bfloat16 a prompt takes half a minute
 def test_replies_behind_a_recomputed_front_are_compared_with_computed_ones(tmp_path: Path) -> None:
-    few = ("--histories", "1", "--tokens", "512", "--questions", "2", "--reply", "2")
+    few = ("--histories", "1", "--tokens", "1000", "--questions", "1", "--reply", "2")
     assert replies.PROGRAM.main(["--out", str(tmp_path), *few, "--methods", "front,never"]) == 0
     front, never = json.loads((tmp_path / "replies.json").read_text())["rows"]
-    assert (front["replies"], front["hit"], never["hit"]) == (2, 1, 1)
+    assert (front["replies"], front["hit"], never["hit"]) == (1, 1, 1)
     assert never["recomputed"] == 0 < front["recomputed"] < 1
 
 
