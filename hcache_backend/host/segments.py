@@ -157,9 +157,7 @@ class KVSegments:
         """:data:`.Copy` of K and V: on a GPU one or two launches over layers, planes and units."""
         encoder = self._encoder
         if not slots.is_cuda:
-            held = self.pages_of(slots)
-            for layer, offset in zip(layers, offsets, strict=True):
-                self._load_layer(layer, held, memory, pages, offset)
+            self._load_layers(layers, self.pages_of(slots), memory, pages, offsets)
             return
         table, size = self._table(layers, offsets), self._tokens
         if encoder is None:
@@ -175,16 +173,27 @@ class KVSegments:
             gather_launch(memory, some, 0, encoded, layers=table).run()
             encoder.decode_launch(encoded, table.planes, to, table, size).run()
 
-    def _load_layer(
-        self, layer: int, held: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor, offset: int
+    def _load_layers(
+        self,
+        layers: Sequence[int],
+        held: torch.Tensor,
+        memory: torch.Tensor,
+        pages: torch.Tensor,
+        offsets: Sequence[int],
     ) -> None:
-        """Bring what :meth:`_save_layer` saved."""
-        if self._encoder is None:
-            pool = [self._by_group(plane) for plane in self.planes(layer)]
-            gather_planes(memory, pages, offset, pool, held)
+        """Bring what :meth:`_save_layer` saved of several layers, on the CPU."""
+        encoder = self._encoder
+        if encoder is None:
+            for layer, offset in zip(layers, offsets, strict=True):
+                pool = [self._by_group(plane) for plane in self.planes(layer)]
+                gather_planes(memory, pages, offset, pool, held)
             return
-        encoded = gather_pages(memory, pages, offset, self._encoder.segment_bytes)
-        self._encoder.decode_pages(encoded, self.planes(layer), held)
+        together = max(1, encoder.at_once // max(1, len(held)))
+        for start in range(0, len(layers), together):
+            some, size = slice(start, start + together), encoder.segment_bytes
+            rows = [gather_pages(memory, pages, offset, size) for offset in offsets[some]]
+            planes = [self.planes(layer) for layer in layers[some]]
+            encoder.decode_layers(torch.stack(rows), planes, held)
 
     def _table(self, layers: Sequence[int], offsets: Sequence[int]) -> LayerTable:
         """Addresses of ``layers`` for kernels; made at the first use."""

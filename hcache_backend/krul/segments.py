@@ -221,7 +221,7 @@ class PairedSegments(KVSegments):
         """The first layer of a pair brings both; nobody reads the second one before its turn."""
         for slot, _, held, where in self._slots(layers, memory, pages, slots):
             if len(slot.layers) == 1:
-                self._load_layer(slot.layers[0], held, memory, where, slot.offset)
+                self._load_layers(slot.layers[:1], held, memory, where, [slot.offset])
             else:
                 self._load_pair(slot, held, memory, where)
 
