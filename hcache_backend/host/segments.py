@@ -20,11 +20,13 @@ from hcache_backend.format.units import SHARD_COUNTS, WHOLE, Shard, units_per_gr
 from hcache_backend.plan.restore import Restore
 from hcache_backend.projection.paged_pool import holds_latents, planes_of
 from hcache_backend.restore.layers import RestoredLayer
+from hcache_backend.restore.ring import Ring
+from hcache_backend.streams import current_stream
 from hcache_kernels.codecs import KV, LATENT, Codec, Cut, UnsupportedRows, make_segment_codec
 from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
 from hcache_kernels.pages.kernel import LayerTable, gather_launch, gather_planes_launch
 
-_GATHERED_BYTES = 128 << 20  # encoded bytes on the device at once: this memory is not planned
+_ENCODED_BYTES = 64 << 20  # on the device at once, of backups and of loads: not planned memory
 
 
 class KVSegments:
@@ -72,6 +74,7 @@ class KVSegments:
             codec = self._encoder.name
         self.codec = codec
         self._tables: dict[tuple[int, int, int], LayerTable] = {}
+        self._rings: dict[str, Ring] = {}
 
     def layout(self, layers: Sequence[StoredLayer], shard: Shard) -> PageLayout:
         """The layout of pages with ``layers``; those of K and V are from :meth:`stored_layer`."""
@@ -110,11 +113,14 @@ class KVSegments:
             pool = [self._by_group(plane) for plane in table.planes]
             gather_planes_launch(memory, pages, 0, pool, slots, table, size, save=True).run()
             return None
-        shape = (len(table), len(pages), encoder.flags)
-        fits = torch.empty(shape, dtype=torch.bool, device=slots.device)
-        units = memory, pages, 0, fits
-        encoder.encode_launch(table.planes, slots, *units, table, size).run()
-        return fits.all(2)
+        fits = []
+        for encoded, some, of in self._encoded("save", table, pages, slots):
+            flags = (*encoded.shape[:2], encoder.flags)
+            fits.append(torch.empty(flags, dtype=torch.bool, device=slots.device))
+            rows = encoded, None, 0, fits[-1]
+            encoder.encode_launch(table.planes, of, *rows, table, size).run()
+            gather_launch(memory, some, 0, encoded, layers=table, save=True).run()
+        return torch.cat(fits, dim=1).all(2)
 
     def _save_layer(
         self, layer: int, held: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor, offset: int
@@ -164,14 +170,30 @@ class KVSegments:
             pool = [self._by_group(plane) for plane in table.planes]
             gather_planes_launch(memory, pages, 0, pool, slots, table, size).run()
             return
-        # An even number keeps the alignment of the ids of each part.
-        row = len(table) * encoder.segment_bytes
-        at_once = max(2, _GATHERED_BYTES // row // 2 * 2)
-        for some, to in zip(pages.split(at_once), slots.split(at_once * size), strict=True):
-            shape = (len(table), len(some), encoder.segment_bytes)
-            encoded = torch.empty(shape, dtype=torch.uint8, device=slots.device)
+        for encoded, some, to in self._encoded("load", table, pages, slots):
             gather_launch(memory, some, 0, encoded, layers=table).run()
             encoder.decode_launch(encoded, table.planes, to, table, size).run()
+
+    def _encoded(
+        self, way: str, table: LayerTable, pages: torch.Tensor, slots: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Memory for encoded pages on the device, uint8 ``[layers, p, segment_bytes]``, and
+        ``pages`` and ``slots`` that it has room for. It is taken at the first use, which is a check
+        of the start. Encoders write a byte or two a thread, which a bus would carry slowly."""
+        assert self._encoder is not None
+        size, stream = self._encoder.segment_bytes, current_stream(slots.device)
+        row = len(table) * size
+        if way not in self._rings:
+            room = max(_ENCODED_BYTES, 2 * len(self.layers) * size)
+            self._rings[way] = Ring(torch.empty(room, dtype=torch.uint8, device=slots.device))
+        ring = self._rings[way]
+        ring.begin(ring.bytes)
+        # An even number keeps the alignment of the ids of each part.
+        at_once = ring.bytes // row // 2 * 2
+        for some, of in zip(pages.split(at_once), slots.split(at_once * self._tokens), strict=True):
+            part = ring.next(stream)[: len(some) * row]
+            yield part.view(len(table), len(some), size), some, of
+            ring.used(stream.record())
 
     def _load_layers(
         self,

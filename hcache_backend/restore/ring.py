@@ -1,4 +1,4 @@
-"""The ring of device buffers in which segments of hidden states arrive."""
+"""The ring of device buffers in which segments arrive, or are encoded before they leave."""
 
 from __future__ import annotations
 
@@ -34,6 +34,10 @@ class Ring:
         self._next = 0  # number of the part to be taken next
         self._taken: deque[range] = deque()  # parts whose last use is not known yet
         self._users: list[tuple[range, Event]] = []  # who uses which bytes, and until when
+
+    @property
+    def bytes(self) -> int:
+        return len(self._memory)
 
     def begin(self, part_bytes: int) -> int:
         """Divide the ring into parts of ``part_bytes`` for a new restore; returns how many."""

@@ -3,19 +3,18 @@
 An item is a row of hidden states (one plane), or a page of the KV pool (K and V). Its encoded units
 follow each other: plane by plane, there group by group, and in a group run of tokens by run
 (:mod:`hcache_backend.format.units`). One launch takes all items of a save or a load, of all layers.
-Encoding writes device memory, or pages in pinned memory right over the bus.
+A backup encodes to device memory by few programs, and then copies as pages without a codec do:
+encoders write a byte or two a thread, which a bus carries slowly.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
-import numpy as np
 import torch
 
 from ..checks import BYTES, check_tensor
-from ..launch import Launch
-from ..pages import host_bytes
+from ..launch import Launch, copy_programs
 from ..pages.kernel import ONE_LAYER, LayerTable
 from .units import Cut, Places
 
@@ -218,15 +217,20 @@ class Codec(ABC):
         """Encode items by one kernel, into buffers of the caller; all tensors are contiguous.
 
         Args: as in :meth:`encode_pages`, but
-            items, pages: None: all in their order.
+            items, pages: None: all in their order; of layers ``memory`` is then ``[layers, p,
+                segment_bytes]``.
             fits: Flags, bool ``[p, flags]``; of several layers ``[layers, p, flags]``.
             layers: Several layers at once: ``planes`` are the first one's, offsets in the table.
             slots: Slots of an item in ``items``, int64 ``[p * slots]``: those of its tokens.
         """
-        count = fits.numel() // (1 if layers is None else len(layers))
-        arguments = {"memory": memory, "pages": pages, "page_bytes": memory.shape[1]}
+        parts, together = fits.numel(), 1 if layers is None else len(layers)
+        arguments = {"memory": memory, "pages": pages, "page_bytes": memory.shape[-1]}
         arguments |= {"offset": offset, "fits": fits.view(torch.uint8)}
-        return self._launch(self.encoder, count, planes, items, layers, slots, arguments)
+        arguments |= {"of_layer": parts // together, "parts": parts}
+        grid = (parts,)
+        if self.planes != ROWS:  # backups run beside forward passes
+            grid = (min(parts, 2 * copy_programs(fits.device)),)
+        return self._launch(self.encoder, grid, planes, items, layers, slots, arguments)
 
     def decode_launch(
         self,
@@ -239,12 +243,13 @@ class Codec(ABC):
         """Decode items by one kernel; ``encoded`` is contiguous uint8 ``[p, segment_bytes]``, of
         several layers ``[layers, p, ...]``, and the others are as in :meth:`encode_launch`."""
         count = encoded.shape[-2] * self.decoder.per_item
-        return self._launch(self.decoder, count, planes, items, layers, slots, {"encoded": encoded})
+        grid, arguments = (count, 1 if layers is None else len(layers)), {"encoded": encoded}
+        return self._launch(self.decoder, grid, planes, items, layers, slots, arguments)
 
     def _launch(
         self,
         program: Program,
-        count: int,
+        grid: tuple[int, ...],
         planes: Sequence[torch.Tensor],
         items: torch.Tensor | None,
         layers: LayerTable | None,
@@ -261,22 +266,24 @@ class Codec(ABC):
             "AT": Places(width, *self.cut[1:], len(planes), slots, aligned),
             **program.code,
         }
-        grid = (count, 1 if layers is None else len(layers))
         return Launch(program.kernel, grid, arguments, program.warps, stages=1)
 
     def read_units(self, planes: Sequence[torch.Tensor], items: torch.Tensor) -> torch.Tensor:
         """Units of pages of the pool, ``[p, planes, units, tokens, width]``; arguments as in
         :meth:`encode_pages`."""
-        parts = [host_bytes(self._by_unit(plane))[items.numpy()] for plane in planes]
-        return torch.from_numpy(np.stack(parts, axis=1)).view(self.dtype).flatten(2, 3)
+        pages = (plane.view(-1, self.cut.units * self.cut.values) for plane in planes)
+        parts = [self._by_unit(page.index_select(0, items)) for page in pages]
+        return torch.stack(parts, dim=1).flatten(2, 3)
 
     def write_units(
         self, units: torch.Tensor, planes: Sequence[torch.Tensor], items: torch.Tensor
     ) -> None:
         """Put back what :meth:`read_units` gives."""
-        values = host_bytes(units.unflatten(2, (self.cut.groups, self.cut.pieces)))
+        units = units.unflatten(2, (self.cut.groups, self.cut.pieces))
+        wide = self.cut.width * self.dtype.itemsize % 8 == 0
+        word = torch.int64 if wide else self.dtype  # torch moves word by word
         for number, plane in enumerate(planes):
-            host_bytes(self._by_unit(plane))[items.numpy()] = values[:, number]
+            self._by_unit(plane).view(word)[items] = units[:, number].view(word)
 
     def holds(self, encoded: torch.Tensor, plain: torch.Tensor, number: int) -> bool:
         """Whether unit ``number`` of each plane in a page stands for its values

@@ -11,6 +11,11 @@ import triton.language as tl
 
 from ..pages.kernel import plane_of, segment_of
 
+WORK = ("of_layer", "parts")
+"""Arguments of encoders that Triton must not compile them again for (see pages/kernel.py)."""
+ADDRESSES = ("items", "pages", "fits", "table", "offsets")
+"""Those of encoders and decoders whose alignment differs from launch to launch."""
+
 
 class Cut(NamedTuple):
     """How the values of an item divide into units: groups of channels, each into runs of tokens."""
@@ -65,8 +70,11 @@ def in_plane(at, AT: tl.constexpr):
 
 
 @triton.jit
-def unit_bytes_at(memory, pages, item, page_bytes, offsets, layer, offset):
-    page = item
-    if pages is not None:
+def unit_bytes_at(memory, pages, item, count, page_bytes, offsets, layer, offset):
+    """Where the units of an item begin; without ``pages`` they follow each other, by layer."""
+    if pages is None:
+        at = segment_of(memory, layer * count + item, page_bytes, offset, None, layer)
+    else:
         page = tl.load(pages + item).to(tl.int64)
-    return segment_of(memory, page, page_bytes, offset, offsets, layer)
+        at = segment_of(memory, page, page_bytes, offset, offsets, layer)
+    return at

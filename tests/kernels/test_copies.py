@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hcache_kernels.codecs import Cut, make_segment_codec
 from hcache_kernels.launch import COPY_PROGRAMS, Launch, alignment, copy_programs
-from hcache_kernels.pages.kernel import gather_launch, gather_planes_launch
+from hcache_kernels.pages.kernel import LayerTable, gather_launch, gather_planes_launch
 from hcache_kernels.staging import save_launch
 
 N, ROW, PAGE = 64, 4096, 16
@@ -31,6 +32,19 @@ def launches() -> list[Launch]:
 def test_a_copy_is_few_programs_of_few_warps() -> None:
     assert {launch.grid for launch in launches()} == {(COPY_PROGRAMS,)}
     assert all(launch.warps <= 4 for launch in launches())  # other kernels want threads, too
+
+
+@pytest.mark.parametrize("name", ["exp3", "exp4", "int8"])
+def test_a_backup_is_encoded_by_few_programs(name: str) -> None:
+    """8,192 tokens of 32 layers: a program for each unit would hold every multiprocessor."""
+    codec = make_segment_codec(name, Cut(1024, 64), 128, torch.bfloat16)
+    plane = empty(N, 8, 128, dtype=torch.bfloat16)
+    table = LayerTable((plane, plane), empty(32, 2, dtype=torch.int64), empty(32), 16)
+    encoded, fits = empty(32, 128, codec.segment_bytes), empty(32, 128, codec.flags)
+    slots = empty(128 * 64, dtype=torch.int64)
+    launch = codec.encode_launch((plane, plane), slots, encoded, None, 0, fits, table, 64)
+    assert launch.grid == (2 * COPY_PROGRAMS,)
+    assert launch.arguments["parts"] == fits.numel() >= 8192
 
 
 @pytest.mark.parametrize("processors", [2, 4, 7, 40, 56, 108, 132, 142])

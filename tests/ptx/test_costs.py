@@ -9,8 +9,6 @@ from tests.ptx.memory import Span
 from tests.ptx.watchers import SECTOR, Costs
 
 SHAPE = Shape("small", 1, 512, 4, 0)
-KNOWN = {"encode exp3 K and V": 1, "encode exp4 K and V": 1, "encode int8 K and V": 2}
-"""Bytes a thread of encoders, which write too narrow (issue II): a number here may only rise."""
 OVER_THE_BUS = {case.what: case for case in cases(SHAPE) if case.host}
 
 
@@ -20,9 +18,8 @@ def test_host_memory_is_read_and_written_in_wide_accesses_and_whole_sectors(what
     costs = Costs([Span.of(host, launch.arguments[host])])
     launches.run(launch, 90, [costs])
     [(way, bytes_)] = [one for one in costs.bytes.items() if "host" in one[0]]
-    assert costs.narrowest[way] == KNOWN.get(what, 16)
-    if what not in KNOWN:
-        assert bytes_ == SECTOR * costs.sectors[way]
+    assert costs.narrowest[way] == 16
+    assert bytes_ == SECTOR * costs.sectors[way]
 
 
 def test_the_cost_model_has_at_least_the_time_that_a_launch_takes() -> None:

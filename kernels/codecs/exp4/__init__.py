@@ -42,7 +42,9 @@ class Exp4(Codec):
     def _take(self, form: UnitForm) -> None:
         units, warps = len(self.planes) * self.cut.units, max(1, form.pairs // (32 * _THREAD_PAIRS))
         self.unit_bytes = (form.size,) * len(self.planes)
-        self.encoder = Program(encode_kernel, units, warps, {"CODE": form})
+        # Twice as many, so that threads of exp3 have 128 registers instead of 255.
+        encoding = 2 * warps if form.channels else warps
+        self.encoder = Program(encode_kernel, units, encoding, {"CODE": form})
         self.decoder = Program(decode_kernel, units * form.blocks, warps, {"CODE": form})
 
     def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,12 +4,12 @@ import triton
 import triton.language as tl
 
 from ..exp3.kernel import decode_block, encode_block, lowest_exponents
-from ..units import in_plane, unit_bytes_at, unit_values
+from ..units import ADDRESSES, WORK, in_plane, unit_bytes_at, unit_values
 
 
 # By exp4 one word of two values becomes 16 bits of sign and mantissa and 8 bits of codes: nothing
 # moves between threads but the ranks of exceptions.
-@triton.jit(do_not_specialize_on_alignment=["items", "pages", "fits", "table", "offsets"])
+@triton.jit(do_not_specialize=WORK, do_not_specialize_on_alignment=ADDRESSES)
 def encode_kernel(
     first,  # words [all items, words of an item]
     second,
@@ -17,10 +17,39 @@ def encode_kernel(
     offsets,  # int64 [layers], or None
     items,  # int64 [p * AT.slots], or None
     memory,  # uint8 [all pages, page_bytes]
-    pages,  # int64 [p], or None
+    pages,  # int64 [p]; None: memory is [layers, p, units of all planes, CODE.size]
     fits,  # uint8 [layers, p, units of all planes]
     page_bytes,
     offset,
+    of_layer,  # units of all items in a layer
+    parts,  # of all layers
+    AT: tl.constexpr,
+    CODE: tl.constexpr,
+):
+    part = tl.program_id(0)
+    while part < parts:
+        _encode_unit(
+            *(first, second, table, offsets, items, memory, pages, fits + part, page_bytes, offset),
+            *(of_layer, (part // of_layer).to(tl.int64), part % of_layer, AT, CODE),
+        )
+        part += tl.num_programs(0)
+
+
+@triton.jit
+def _encode_unit(
+    first,
+    second,
+    table,
+    offsets,
+    items,
+    memory,
+    pages,
+    fit,
+    page_bytes,
+    offset,
+    of_layer,
+    layer,
+    number,
     AT: tl.constexpr,
     CODE: tl.constexpr,
 ):
@@ -29,11 +58,10 @@ def encode_kernel(
     BLOCK: tl.constexpr = CODE.pairs
     MOST: tl.constexpr = CODE.most
     POOL: tl.constexpr = CODE.pool
-    number, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     item, unit = (number // UNITS).to(tl.int64), number % UNITS
     values = unit_values(first, second, table, layer, items, item, unit, AT)
-    fits += layer * tl.num_programs(0)
-    encoded = unit_bytes_at(memory, pages, item, page_bytes, offsets, layer, offset)
+    held = of_layer // UNITS
+    encoded = unit_bytes_at(memory, pages, item, held, page_bytes, offsets, layer, offset)
     encoded += unit * CODE.size
     tail = encoded + (CODE.size - CODE.tail)
     if CODE.channels:
@@ -77,7 +105,7 @@ def encode_kernel(
     entry = tl.arange(0, POOL)
     unused = (entry >= found) & (entry < MOST - whole)
     tl.store(pool + entry, tl.zeros([POOL], tl.uint8), mask=unused)
-    tl.store(fits + number, (found + whole <= MOST).to(tl.uint8))
+    tl.store(fit, (found + whole <= MOST).to(tl.uint8))
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..units import in_plane, unit_bytes_at, unit_values
+from ..units import ADDRESSES, WORK, in_plane, unit_bytes_at, unit_values
 from .reference import GREATEST, SMALLEST
 
 _SMALLEST_BITS = tl.constexpr((127 - 100) << 23)
@@ -11,7 +11,7 @@ _GREATEST_BITS = tl.constexpr((127 + 100) << 23)
 assert (SMALLEST, GREATEST) == (2.0**-100, 2.0**100), "the bits of float32 above"
 
 
-@triton.jit(do_not_specialize_on_alignment=["items", "pages", "fits", "table", "offsets"])
+@triton.jit(do_not_specialize=WORK, do_not_specialize_on_alignment=ADDRESSES)
 def encode_kernel(
     first,  # floats [all items, values of an item]
     second,
@@ -19,10 +19,12 @@ def encode_kernel(
     offsets,  # int64 [layers], or None
     items,  # int64 [p * AT.slots], or None
     memory,  # uint8 [all pages, page_bytes]
-    pages,  # int64 [p], or None
+    pages,  # int64 [p]; None: memory is [layers, p, page_bytes]
     fits,  # uint8 [layers, p, all blocks of lines of an item]
     page_bytes,
     offset,
+    of_layer,  # blocks of lines of all items in a layer
+    parts,  # of all layers
     AT: tl.constexpr,
     CODE: tl.constexpr,
     FIRST: tl.constexpr,  # Lines of the first plane
@@ -31,23 +33,25 @@ def encode_kernel(
     UNITS: tl.constexpr = AT.groups * AT.pieces
     OF_FIRST: tl.constexpr = UNITS * FIRST.blocks
     OF_SECOND: tl.constexpr = 0 if SECOND is None else UNITS * SECOND.blocks
-    number, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    fits += layer * tl.num_programs(0)
-    item = (number // (OF_FIRST + OF_SECOND)).to(tl.int64)
-    part = number % (OF_FIRST + OF_SECOND)
-    target = unit_bytes_at(memory, pages, item, page_bytes, offsets, layer, offset)
-    if part < OF_FIRST:
-        unit, block = part // FIRST.blocks, part % FIRST.blocks
-        values = unit_values(first, second, table, layer, items, item, unit, AT)
-        fit = _encode_lines(values, target + unit * FIRST.size, block, AT, CODE, FIRST)
-        tl.store(fits + number, fit.to(tl.uint8))
-    elif SECOND is not None:
-        part -= OF_FIRST
-        unit, block = part // SECOND.blocks, part % SECOND.blocks
-        values = unit_values(first, second, table, layer, items, item, UNITS + unit, AT)
-        target += UNITS * FIRST.size + unit * SECOND.size
-        fit = _encode_lines(values, target, block, AT, CODE, SECOND)
-        tl.store(fits + number, fit.to(tl.uint8))
+    number = tl.program_id(0)
+    while number < parts:
+        layer = (number // of_layer).to(tl.int64)
+        item = (number % of_layer // (OF_FIRST + OF_SECOND)).to(tl.int64)
+        part, count = number % (OF_FIRST + OF_SECOND), of_layer // (OF_FIRST + OF_SECOND)
+        target = unit_bytes_at(memory, pages, item, count, page_bytes, offsets, layer, offset)
+        if part < OF_FIRST:
+            unit, block = part // FIRST.blocks, part % FIRST.blocks
+            values = unit_values(first, second, table, layer, items, item, unit, AT)
+            fit = _encode_lines(values, target + unit * FIRST.size, block, AT, CODE, FIRST)
+            tl.store(fits + number, fit.to(tl.uint8))
+        elif SECOND is not None:
+            part -= OF_FIRST
+            unit, block = part // SECOND.blocks, part % SECOND.blocks
+            values = unit_values(first, second, table, layer, items, item, UNITS + unit, AT)
+            target += UNITS * FIRST.size + unit * SECOND.size
+            fit = _encode_lines(values, target, block, AT, CODE, SECOND)
+            tl.store(fits + number, fit.to(tl.uint8))
+        number += tl.num_programs(0)
 
 
 @triton.jit

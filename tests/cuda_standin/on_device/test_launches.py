@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from hcache_backend.format.units import WHOLE
+from hcache_backend.host import segments
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.prefetch.eager import EagerRestores, launch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import host_tensor
+from hcache_kernels.codecs.exp4 import Exp4
 from tests.cuda_standin import device
 from tests.cuda_standin.device import CUDA
 
@@ -130,23 +132,46 @@ def test_an_eager_hit_launches_eight_times_at_most(codec: str, from_back: bool) 
     assert all(map(torch.equal, server.values(taken), server.values(slots)))
 
 
-def test_a_restore_without_memory_for_encoded_pages_raises_and_the_next_one_is_right(
+def test_encoded_pages_have_memory_that_is_taken_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The scheduler goes on with a failed one, which ends behind what was launched."""
-    server, host_pages, empty = Server("exp4"), np.arange(2), torch.empty
+    """A backup or a load that had none in service would end the server, or the hit."""
+    server, empty = Server("exp4"), torch.empty
+    monkeypatch.setattr(segments, "_ENCODED_BYTES", 1)  # two pages at a time
+    slots, taken, pages = server.slots(1, 5), server.slots(PAGES, 5), np.arange(5)
+    small = torch.arange(2).to(CUDA)
+    server.kv.save(server.layout, server.memory, small, slots[: 2 * PAGE])
+    server.pipeline.start(small.cpu().numpy(), taken[: 2 * PAGE]).synchronize()
+
+    def full(*shape: Any, **how: Any) -> torch.Tensor:
+        made = empty(*shape, **how)
+        if made.nbytes > server.layout.segment_bytes[0]:
+            raise torch.OutOfMemoryError("no memory")
+        return made
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", full)
+        fits = server.kv.save(server.layout, server.memory, torch.arange(5).to(CUDA), slots)
+        server.pipeline.start(pages, taken).synchronize()
+    assert fits is not None and fits.all().item()
+    assert all(map(torch.equal, server.values(taken), server.values(slots)))
+
+
+def test_a_restore_that_raises_ends_behind_its_launches_and_the_next_one_is_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scheduler goes on with a failed one."""
+    server, host_pages = Server("exp4"), np.arange(2)
     slots, taken = server.slots(1, 2), server.slots(PAGES, 2)
     fits = server.kv.save(server.layout, server.memory, torch.arange(2).to(CUDA), slots)
     assert fits is not None and fits.all().item()
 
-    def full(*shape: Any, **how: Any) -> torch.Tensor:
-        if shape[0] == (LAYERS, 2, server.layout.segment_bytes[0]):
-            raise torch.OutOfMemoryError("no memory")
-        return empty(*shape, **how)
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no launch")
 
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "empty", full)
-        with pytest.raises(torch.OutOfMemoryError):
+        patched.setattr(Exp4, "decode_launch", fails)
+        with pytest.raises(RuntimeError, match="no launch"):
             server.pipeline.start(host_pages, taken, ahead=True)
     restore = server.pipeline.abandoned(len(taken))
     assert restore.failed is not None and not restore.copied.query()

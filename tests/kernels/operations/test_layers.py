@@ -50,6 +50,16 @@ def test_layers_are_encoded_and_decoded(name: str, planes: str, cut: Cut, device
         encoded.append(rows)
     assert torch.equal(memory, want)
 
+    # The way of a backup: first in memory of the device, then in wide accesses over the bus.
+    staged = torch.full((3, 3, length), POISON, dtype=torch.uint8, device=device)
+    again, saved = torch.full_like(flags, POISON), host(5, 3 * (length + 8) + 8, value=POISON)
+    rows = staged, None, 0, again.view(torch.bool)
+    codec.encode_launch(here[0], slots, *rows, table, size).run()
+    gather_launch(saved, pages, 0, staged, layers=table, save=True).run()
+    finish()
+    assert torch.equal(saved, want)
+    assert torch.equal(again, flags)
+
     gathered = torch.full((3, 3, length), POISON, dtype=torch.uint8, device=device)
     gather_launch(memory, pages, 0, gathered, layers=table).run()
     assert torch.equal(gathered.cpu(), torch.stack(encoded))
