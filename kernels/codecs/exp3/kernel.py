@@ -59,20 +59,21 @@ def encode_block(
     above = exponent - base + 12 & 0xFF
     short = tl.where(above < 12, above, above - 7)
     short = tl.where((above < 12) | (above >= 19) & (above < 22), short, 15)
-    is_out = (code == 0) & (start + lane // 2 < 4 * PLANE)
-    is_whole = is_out & (short == 15)
+    # Of an exception its exponent and 4 bits, otherwise -1: in one register.
+    out = tl.where((code == 0) & (start + lane // 2 < 4 * PLANE), exponent << 4 | short, -1)
+    is_out, is_whole = out >= 0, (out >= 0) & (out & 0xF == 15)
     both = is_out.to(tl.int32) | is_whole.to(tl.int32) << 16
     before, total = tl.cumsum(both, 0) - both, tl.sum(both)
     pool, rank = encoded + (CODE.size - CODE.most), whole + (before >> 16)
     there = is_whole & (rank < CODE.most)
-    tl.store(pool + CODE.most - 1 - rank, exponent.to(tl.uint8), mask=there)
-    later = tl.where(is_out, lane << 4 | short, VALUES << 4)
+    tl.store(pool + CODE.most - 1 - rank, (out >> 4).to(tl.uint8), mask=there)
+    later = tl.where(is_out, lane << 4 | out & 0xF, VALUES << 4)
     later = tl.associative_scan(later, 0, _least, reverse=True)
     later = tl.gather(later, tl.minimum(lane + 1, VALUES - 1), 0) & 0xF
     later = tl.where(lane == VALUES - 1, 0, later)
     rank = before & 0xFFFF
     there = is_out & (rank % 2 == 0) & (found + rank // 2 < CODE.most)
-    tl.store(pool + found + rank // 2, (short | later << 4).to(tl.uint8), mask=there)
+    tl.store(pool + found + rank // 2, (out & 0xF | later << 4).to(tl.uint8), mask=there)
     return found + ((total & 0xFFFF) + 1) // 2, whole + (total >> 16)
 
 
