@@ -70,17 +70,17 @@ class EagerLoads:
     def propose_slices(self, turn: Turn) -> None:
         """Restore pages that have arrived, and offer pages for a slice; after HiCache's look at its
         storage threads, on which all tensor-parallel ranks have agreed."""
-        self.governor.look(self._prefetches.scheduler)
+        self.governor.look(self._prefetches)
         restores, size, cache = self.restores, self._pool.page_size, turn.cache
         self._pages.cache, self._controller = cache, cache.cache_controller
         running: dict[Any, Prefetch] = {}
-        for info in cache.ongoing_prefetch.values():
-            prefetch = self._prefetches.of(info.operation)
-            prefetch.anchor = info.anchor_node_id
-            if info.operation.host_indices is not None:
-                running[info.operation] = prefetch
-        for operation in restores.running():
-            if operation not in running:
+        fewer, first = restores.take_fewer(), islice(restores.running(), _OFFERS)
+        for operation in dict.fromkeys((*turn.operations, *fewer, *first)):
+            prefetch = self._prefetches.of(operation)
+            if prefetch.info is not None and operation.host_indices is not None:
+                prefetch.anchor = prefetch.info.anchor_node_id
+                running[operation] = prefetch
+            elif operation in restores.running():
                 restores.end(operation)
         for operation, prefetch in running.items():
             if operation not in restores.running():
@@ -91,7 +91,10 @@ class EagerLoads:
                 there = meeting.here
                 met = there.start <= meeting.front
                 may = self._pages.holds(prefetch.anchor) and self.recomputes_pages
-                meeting.reachable = restores.reachable(operation) if may else 0
+                reachable = restores.reachable(operation) if may else 0
+                if reachable != meeting.reachable:
+                    self._prefetches.got_on([operation])
+                meeting.reachable = reachable
             arrived = restores.restore_arrived(operation, there.stop, there.start, last=met)
             if arrived:
                 metrics.TOKENS.count("eager", arrived * size)
@@ -253,6 +256,7 @@ class EagerLoads:
             assert meeting is not None
             meeting.launched(due.pages)
             due.operation.completed_tokens = meeting.pages * size
+            self._prefetches.got_on([due.operation])
         return True
 
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:

@@ -11,20 +11,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, takewhile
+from itertools import islice
 from typing import Any
 
 from hcache_backend import metrics
 from hcache_backend.metrics import logger
 from hcache_backend.prefetch.estimates import Estimate, L3Progress, Reading
-from hcache_backend.prefetch.prefetch import Hit, Prefetch, Prefetches, Recomputing, State
+from hcache_backend.prefetch.prefetch import FIRST, Hit, Prefetch, Prefetches, Recomputing, State
 from hcache_backend.ranks import Proposal, Turn
 
 _ENDING_MARGIN = 1.25  # going on must be slower by this factor to end a prefetch: not by noise
-_JUDGED = 4  # prefetches that are judged in a turn: L3 is read for one after the other
 _SILENCE_SECONDS = 60.0  # between two log lines about refused hits
 _SHOWN_SECONDS = 1.0  # between two updates of the shown rates
 PROBE_SECONDS = 10.0  # from the last read to the next probe while hits are refused, ...
@@ -85,7 +84,7 @@ class HitGate:
         self.estimates, self.gpu = self.l3.estimates, Gpu(self.l3.clock)
         self.agreed_stalled = False  # when the ranks last agreed
         self._probes = (_Probes(), _Probes())  # of the page store, and of the shared tier
-        self._running: list[Any] = []  # SGLang's operations, in the order in which they are read
+        self._judged: list[Any] = []  # SGLang's operations, in the order in which they are read
         self._proposal: Proposal | None = None
         self._logged = self._shown = -math.inf  # when a refused hit was logged, and rates shown
         self._show()
@@ -95,18 +94,20 @@ class HitGate:
     def propose_ends(self, turn: Turn) -> None:
         """Propose which prefetches go on. Every rank has the same ones in the same turns."""
         cache, self._proposal = turn.cache, None
-        self._running = [info.operation for info in cache.ongoing_prefetch.values()]
-        verdicts = [False] * (len(self._running) + 1)
+        every = cache.ongoing_prefetch.values()
+        self._judged = [info.operation for info in islice(every, FIRST)]
+        verdicts = [False] * (len(self._judged) + 1)
         with catching():
-            running = [self.prefetches.of(operation) for operation in self._running]
-            for prefetch, operation in zip(running, self._running, strict=True):
+            found = [(self.prefetches.of(operation), operation) for operation in turn.operations]
+            ongoing = [(one, operation) for one, operation in found if one.info is not None]
+            if cache.pp_size == 1:
+                self.prefetches.unfinished.update(operation for _, operation in ongoing)
+            for prefetch, operation in ongoing:
                 prefetch.came(operation.completed_tokens, cache.page_size)
-            verdicts = self.to_end(running)
-        if cache.pp_size > 1:
-            return  # pipeline stages are not at one point
-        self.prefetches.unfinished.update(self._running)
-        # No rank acts on its own verdict alone.
-        if self._min_gain and (self._running or self.agreed_stalled):
+            judged = [self.prefetches.of(operation) for operation in self._judged]
+            verdicts = self.to_end(judged, [one for one, _ in found])
+        # No rank acts on its own verdict alone. Pipeline stages are not at one point.
+        if self._min_gain and cache.pp_size == 1 and (self._judged or self.agreed_stalled):
             self._proposal = turn.propose(*(not ends for ends in verdicts))
 
     def apply_ends(self) -> None:
@@ -114,7 +115,10 @@ class HitGate:
         if self._proposal is None:
             return
         *going_on, in_time = self._proposal.least
-        ended = [one for one, goes_on in zip(self._running, going_on, strict=True) if not goes_on]
+        ended = [one for one, goes_on in zip(self._judged, going_on, strict=True) if not goes_on]
+        if not in_time:  # all of them, those too that are not judged
+            infos = self._proposal.turn.cache.ongoing_prefetch.values()
+            ended = [info.operation for info in infos]
         for operation in ended:
             operation.mark_terminate()
         with catching():
@@ -127,19 +131,18 @@ class HitGate:
             self.prefetches.add_request(request_id, prefix, recomputing)
         return not self.agreed_stalled
 
-    def to_end(self, running: Sequence[Prefetch]) -> list[bool]:
+    def to_end(self, judged: Sequence[Prefetch], over: Iterable[Prefetch] = ()) -> list[bool]:
         """This rank's verdicts: for each prefetch True if it should end; last, True if L3 is
-        stalled. ``running`` are all prefetches, in the order in which they are read."""
+        stalled. ``judged`` are the first ones, in the order in which they are read. ``over`` are
+        prefetches of which some are over."""
         now = self.l3.clock()
         earlier = 0.0
         with self.prefetches.lock:
-            reading = self.l3.reading  # perhaps for a request that does not wait any more
-            kept = {*running, *([reading.prefetch] if reading else [])}
-            waiting = self.prefetches.waiting.items()
-            self.prefetches.waiting = {name: one for name, one in waiting if one in kept}
+            reading = self.l3.reading
+            self.prefetches.forget(over, reading.prefetch if reading is not None else None)
             stalled = self._seems_stalled(now)
-            verdicts = [stalled] * len(running)
-            for place, one in enumerate(running[:_JUDGED]):
+            verdicts = [stalled] * len(judged)
+            for place, one in enumerate(judged):
                 if (rest := one.rest) is not None:
                     verdicts[place] |= self._ends(one, rest, earlier, now)
                     earlier += self._until_there(rest)
@@ -181,13 +184,16 @@ class HitGate:
         store. L3 was asked for ``wanted``; ``shared``, at its end, are in the shared tier."""
         now = self.l3.clock()
         with self.prefetches.lock:
-            self.prefetches.waiting.setdefault(prefetch.request_id, prefetch)
+            known = self.prefetches.waiting.setdefault(prefetch.request_id, prefetch)
+            self.prefetches.asked.append(prefetch)
             hit = Hit(tokens, prefetch.prefix, wanted - tokens + 1, shared, prefetch.recomputing)
             prefetch.hit, prefetch.probed, prefetch.whole = None, None, not parts
             problem = self._too_slow(hit, now)
             taken = tokens if problem is None else self._part_of(hit, parts, prefetch, now)
             if taken:
                 prefetch.hit = hit.cut(taken)
+                if known is prefetch:  # otherwise SGLang has asked once more since then
+                    self.prefetches.hits[prefetch] = None
             else:
                 self.prefetches.refuse(prefetch, State.REFUSED)
         if taken < tokens:
@@ -265,12 +271,22 @@ class HitGate:
         taken = hit.until_there(read) + self.estimates.loaded(hit.tokens)
         return saved is None or taken * self._min_gain <= saved
 
-    def _computing(self, saved: float, others: Sequence[Prefetch], now: float) -> float:
-        """Seconds until work of ``saved`` seconds is computed, plus the delays of ``others``."""
+    def _computing(
+        self, saved: float, now: float, enough: float, but: Prefetch | None = None
+    ) -> float:
+        """Seconds until work of ``saved`` seconds is computed, plus the delays of all hits ``but``
+        one; of so many hits that it is ``enough``. Under the lock."""
         computing, slowdown = self.gpu.seconds_busy(now) + saved, self.l3.slowdown(now)
-        reads = (self._until_there(rest, slowdown) for one in others if (rest := one.rest))
-        delayed = takewhile(computing.__gt__, accumulate(reads))
-        return computing + sum(computing - there for there in delayed)
+        delays = there = 0.0
+        for one in self.prefetches.hits:
+            if computing + delays >= enough:
+                break
+            if one is not but and (rest := one.rest) is not None:
+                there += self._until_there(rest, slowdown)
+                if there >= computing:
+                    break
+                delays += computing - there
+        return computing + delays
 
     def _seems_stalled(self, now: float) -> bool:
         return self._min_gain > 0 and self.l3.seems_stalled(now)
@@ -280,23 +296,29 @@ class HitGate:
         if self._seems_stalled(now):
             return "L3 is stalled"
         saved = self.estimates.saved(hit)
-        if saved is None:
+        if saved is None or not self._min_gain:
             return None
-        computing = self._computing(saved, [*self.prefetches.waiting.values()], now)
-        read = self._until_read(hit, now)
-        taken = max(self.gpu.seconds_busy(now), read) + self.estimates.loaded(hit.tokens)
+        busy, loaded = self.gpu.seconds_busy(now), self.estimates.loaded(hit.tokens)
+        enough = (busy + loaded) * self._min_gain if self.gpu.wanted else math.inf
+        computing = self._computing(saved, now, enough)
+        read = self._until_read(hit, now, computing / self._min_gain - loaded)
+        taken = max(busy, read) + loaded
         if taken * self._min_gain <= computing:
             return None
-        reading = f"to read and load {hit.tokens} tokens takes {taken:.3f} s"
+        reading = f"to read and load {hit.tokens} tokens takes at least {taken:.3f} s"
         return f"{reading}, to compute them {computing:.3f} s"
 
-    def _until_read(self, hit: Hit, now: float) -> float:
-        """Known seconds until a hit is there, behind those being read. Under the lock."""
+    def _until_read(self, hit: Hit, now: float, most: float = math.inf) -> float:
+        """Known seconds until a hit is there, behind those being read; of so many of them that it
+        is more than ``most``. Under the lock."""
         if self.gpu.wanted:
             return 0.0
-        slowdown = self.l3.slowdown(now)
-        queued = [rest for one in self.prefetches.waiting.values() if (rest := one.rest)]
-        earlier = sum(self._until_there(rest, slowdown) for rest in queued)
+        earlier, slowdown = 0.0, self.l3.slowdown(now)
+        for one in self.prefetches.hits:
+            if earlier > most:
+                break
+            if (rest := one.rest) is not None:
+                earlier += self._until_there(rest, slowdown)
         return earlier + self._until_there(hit, slowdown, begun=False)
 
     def _until_there(self, rest: Hit, slowdown: float = 1.0, *, begun: bool = True) -> float:
@@ -327,10 +349,9 @@ class HitGate:
         else:
             going_on = max(going_on, self.estimates.least_reading(rest))
         going_on = earlier + rest.until_there(going_on, begun=True)
-        others = [one for one in self.prefetches.waiting.values() if one is not prefetch]
-        computing = self._computing(saved, others, now)
         margin = 1.0 if prefetch.whole else _ENDING_MARGIN
-        return going_on * self._min_gain > margin * computing
+        enough = going_on * self._min_gain / margin
+        return enough > self._computing(saved, now, enough, but=prefetch)
 
     def _part_of(self, hit: Hit, parts: bool, prefetch: Prefetch, now: float) -> int:
         """Number of tokens to read of a hit that as a whole is too slow. Under the lock."""
@@ -344,7 +365,7 @@ class HitGate:
         return probed.tokens
 
     def _is_probe_due(self, hit: Hit, now: float) -> bool:
-        others = any(one.left for one in self.prefetches.waiting.values())
+        others = any(one.left for one in self.prefetches.hits)
         busy = others or self.l3.reading is not None or self.l3.seems_stalled(now)
         probes = self._probes[hit.shared > 0]
         # A hit that is not worth it however fast L3 is tells nothing.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hcache_backend import metrics
 from hcache_backend.prefetch.estimates import Curve, Estimate
+from hcache_backend.prefetch.prefetch import Prefetches
 from hcache_backend.restore.report import RunningRestore
 
 _UNFINISHED = 2  # slices at most: one runs while the next is launched, and forward passes wait
@@ -114,18 +115,19 @@ class Governor:
     def __init__(self) -> None:
         self.pace = _WHOLE  # for this turn of the scheduler; any thread
 
-    def look(self, scheduler: Any) -> None:
+    def look(self, prefetches: Prefetches) -> None:
         """Look at SGLang's scheduler (None until a request comes) when its turn begins."""
-        if scheduler is None or self.pace is _BLIND:
+        if prefetches.scheduler is None or self.pace is _BLIND:
             return
         pace = _BLIND
         with metrics.catching("governor", "who wants the GPU is not known: no more slices"):
-            pace = _pace_beside(scheduler)
+            pace = _pace_beside(prefetches)
         self.pace = pace
 
 
-def _pace_beside(scheduler: Any) -> Pace:
-    if scheduler.chunked_req is not None or waits_for_gpu(scheduler):
+def _pace_beside(prefetches: Prefetches) -> Pace:
+    scheduler = prefetches.scheduler
+    if scheduler.chunked_req is not None or prefetches.waits_for_gpu():
         return _WAITING
     requests, batch = [*scheduler.running_batch.reqs], scheduler.last_batch
     if batch is not None and batch.forward_mode.is_extend():  # not among those that run yet
@@ -134,9 +136,3 @@ def _pace_beside(scheduler: Any) -> Pace:
     if running >= RUNNING_LIMIT:
         return Pace(0.0, "put_off_running")
     return Pace(1 - running / RUNNING_LIMIT, "shorter") if running else _WHOLE
-
-
-def waits_for_gpu(scheduler: Any) -> bool:
-    """True if requests wait for the GPU only; those that wait for L3 could not run."""
-    reading = scheduler.tree_cache.ongoing_prefetch
-    return any(req.cache_request_handle not in reading for req in scheduler.waiting_queue)

@@ -21,16 +21,18 @@ _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 
 def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     """Around ``check_hicache_events``, in each turn of the scheduler: HiCache's part, then ours."""
-    gate, l3, turn = gate_of(cache), our_l3(cache), Turn(cache)
+    gate, l3, turn, prefetches = gate_of(cache), our_l3(cache), Turn(cache), current().prefetches
     controller = getattr(cache, "cache_controller", None)
     ours = controller if hasattr(controller, "begin_turn") else None
     if ours is not None or l3 is not None:
         cache.hicache_storage_pass_prefix_keys = True  # of the pages before a node that is written
     with catching():
+        cache.ongoing_prefetch = prefetches.follow(cache.ongoing_prefetch)
         waiting.left()
     result = original(cache, *a, **kw)
     with catching():
-        waiting.fetched(cache)
+        turn.operations = prefetches.to_look_at()
+        waiting.fetched(cache, turn.operations)
     if gate is not None:
         gate.propose_ends(turn)
     if ours is not None:
@@ -59,23 +61,26 @@ def around_drain(
     """HiCache takes the reports that every rank has, and the answers as far as there is room in L2:
     first they are applied to prefetches that are read from the back, last those that are over end
     on all ranks. Of pipeline stages only the first one knows that they are there."""
-    gate, controller = gate_of(cache), cache.cache_controller
+    gate, controller, prefetches = gate_of(cache), cache.cache_controller, current().prefetches
+    cache.ongoing_prefetch = prefetches.follow(cache.ongoing_prefetch)
     with catching():
         n_storage_hit = waiting.with_room(cache, n_storage_hit)
     asked, reports = controller.prefetch_hit_queue.queue, controller.ack_prefetch_queue.queue
     taken = list(itertools.islice(reports, n_ack_prefetch or 0))
-    running = [info.operation for info in cache.ongoing_prefetch.values() if taken]
+    read = [report.operation for report in taken]
+    running = [operation for operation in read if prefetches.of(operation).info is not None]
     if getattr(controller, "eager", None) is not None:
         # Plugins are imported before SGLang can be.
         from hcache_backend.sglang.controller import apply_reports
 
-        apply_reports(taken, running, current().prefetches, controller.page_size)
+        apply_reports(taken, running, prefetches, controller.page_size)
     answered, l3 = list(itertools.islice(asked, n_storage_hit or 0)), our_l3(cache)
     if l3 is not None and n_backup is not None:  # None: this rank alone, before a detach
         l3.backups.answered(
             cache, list(itertools.islice(controller.ack_backup_queue.queue, n_backup))
         )
     result = original(cache, n_storage_hit, n_ack_prefetch, n_backup, *a, **kw)
+    prefetches.got_on(running)
     with catching():
         over = [report.operation for report in taken if report.completed_req]
         for operation in over:
@@ -103,6 +108,7 @@ def around_prefetch(original: Original, cache: Any, request: Any, *a: Any, **kw:
     given, asks = inspect.signature(original).bind(cache, request, *a, **kw), True
     asked = given.arguments
     with catching():
+        cache.ongoing_prefetch = current().prefetches.follow(cache.ongoing_prefetch)
         gate = gate_of(cache)
         if gate is not None and request not in cache.ongoing_prefetch:
             before = len(asked.get("matched_prefix_tokens") or ())

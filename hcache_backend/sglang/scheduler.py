@@ -10,7 +10,6 @@ from typing import Any
 from hcache_backend import metrics
 from hcache_backend.metrics import logger
 from hcache_backend.prefetch.gate import catching
-from hcache_backend.prefetch.slices import waits_for_gpu
 from hcache_backend.sglang import waiting
 from hcache_backend.sglang.arguments import is_plain
 from hcache_backend.sglang.hook_registry import Hook, OnError, Original
@@ -114,7 +113,8 @@ def _prefill_work(batch: Any) -> tuple[int, float, int] | None:
 def _note_waiting(scheduler: Any) -> None:
     gate = gate_of(scheduler.tree_cache)
     if gate is not None:
-        gate.gpu.wanted = waits_for_gpu(scheduler)
+        gate.prefetches.scheduler = scheduler
+        gate.gpu.wanted = gate.prefetches.waits_for_gpu()
 
 
 def _after_request(original: Original, req: Any, *a: Any, **kw: Any) -> None:

@@ -95,22 +95,17 @@ def _is_idle() -> bool:
     return all(batch is None or batch.is_empty() for batch in batches)
 
 
-def held_tokens(held: Iterable[Held]) -> int:
-    """Of each node's prompt once. A request that shares a node may hold nothing of it."""
-    found: dict[Any, int] = {}
-    for one in held:
-        node = one.request.last_host_node
-        found[node] = max(one.tokens, found.get(node, 0))
-    return sum(found.values())
-
-
 def _releasable(cache: Any, prefetches: Prefetches) -> int:
     """Tokens that are let go of even if no answer is taken now: they wait for batches only."""
     running = [info.operation for info in cache.ongoing_prefetch.values()]
     unread = {id(operation) for operation in running if operation.host_indices is None}
     queued = (request.rid for request in prefetches.scheduler.waiting_queue)
     held = (prefetches.held[rid] for rid in queued if rid in prefetches.held)
-    return held_tokens(one for one in held if id(one.operation) not in unread)
+    found: dict[Any, int] = {}
+    for one in held:
+        if id(one.operation) not in unread:
+            found[one.node] = max(one.tokens, found.get(one.node, 0))
+    return sum(found.values())
 
 
 def _tokens_to_read(cache: Any, operation: Any, reading: Sequence[Any]) -> int | None:
@@ -144,48 +139,66 @@ def came(scheduler: Any, request: Any) -> None:
     if not getattr(cache, "enable_storage", False):
         return
     info = cache.ongoing_prefetch.get(request.cache_request_handle)
-    held = Held(request, None if info is None else info.operation)
+    held = Held(request, operation=None if info is None else info.operation)
     prefetches.held[request.rid] = held
+    prefetches.came.append(request)
     there, short = request.host_hit_length, prefetches.short_of_room
-    if there and not short and held_tokens(prefetches.held.values()) + there <= _room(cache):
+    if there and not short and prefetches.held_tokens.tokens + there <= _room(cache):
         _hold(cache, held)
 
 
 def _hold(cache: Any, held: Held) -> None:
     """Keep what host memory has of a prompt, by its last look-up."""
     node, tokens = held.request.last_host_node, held.request.host_hit_length
-    if held.let_go is not None:
-        held.let_go()
-        held.tokens, held.let_go = 0, None
+    _let_go(held)
     if tokens and follows(cache) and cache.is_backuped(node):
         receipt = cache.inc_host_lock_ref(node).to_dec_params()
-        held.let_go = partial(_let_go, cache, cache.storage_prefetch_retries, node, receipt)
-        held.tokens = tokens
+        held.unlock = partial(_unlock, cache, cache.storage_prefetch_retries, node, receipt)
+        held.node, held.tokens = node, tokens
+        current().prefetches.held_tokens.add(node, tokens)
 
 
-def _let_go(cache: Any, retries: Any, node: Any, receipt: Any) -> None:
+def _let_go(held: Held) -> None:
+    if held.unlock is not None:
+        current().prefetches.held_tokens.add(held.node, held.tokens, -1)
+        held.unlock()
+        held.tokens, held.unlock = 0, None
+
+
+def _unlock(cache: Any, retries: Any, node: Any, receipt: Any) -> None:
     if cache.storage_prefetch_retries is retries:  # otherwise a flush has emptied the tree
         cache.dec_host_lock_ref(node, receipt)
 
 
 def left() -> None:
     """Before HiCache's part of a turn: what does not wait any more lets go of its prompt."""
-    held, scheduler = current().prefetches.held, current().prefetches.scheduler
-    if held:
-        bootstrap = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
-        queued = [*scheduler.waiting_queue, *(() if bootstrap is None else bootstrap.queue)]
-        waiting = {request.rid for request in queued}
-        for rid in [rid for rid in held if rid not in waiting]:
-            _gone(rid)
-
-
-def fetched(cache: Any) -> None:
-    """Called in every turn, behind HiCache's part: hold what prefetches have brought."""
-    for held in current().prefetches.held.values():
-        operation, request = held.operation, held.request
-        if operation is None or request.cache_request_handle in cache.ongoing_prefetch:
+    prefetches = current().prefetches
+    if prefetches.scheduler is None:
+        return
+    prefetches.waits_for_gpu()
+    came = prefetches.came + prefetches.requests.left
+    prefetches.came, prefetches.requests.left = [], []
+    bootstrap = getattr(prefetches.scheduler, "disagg_prefill_bootstrap_queue", None)
+    before = set(map(id, bootstrap.queue)) if came and bootstrap is not None else ()
+    for request in came:
+        held = prefetches.held.get(request.rid)
+        if request in prefetches.requests or held is None or held.request is not request:
             continue
-        meeting, held.operation = current().prefetches.of(operation).meeting, None
+        if id(request) in before:  # of the waiting queue
+            prefetches.came.append(request)
+        else:
+            _gone(request.rid)
+
+
+def fetched(cache: Any, operations: Iterable[Any]) -> None:
+    """Called in every turn, behind HiCache's part: hold what prefetches have brought. All that are
+    over are among ``operations``."""
+    prefetches = current().prefetches
+    for operation in operations:
+        prefetch, held = prefetches.of(operation), prefetches.held.get(operation.request_id)
+        if prefetch.info is not None or held is None or held.operation is not operation:
+            continue
+        request, meeting, held.operation = held.request, prefetch.meeting, None
         held.computed = 0 if meeting is None else meeting.front * cache.page_size
         held.read += max(0, operation.completed_tokens - held.computed)
         if operation.completed_tokens:
@@ -210,5 +223,4 @@ def _gone(rid: str) -> None:
     held = current().prefetches.held.pop(rid, None)
     if held is not None:
         metrics.L3_TOKENS.add(unused=held.read)
-        if held.let_go is not None:
-            held.let_go()
+        _let_go(held)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from hcache_backend.ranks import Turn
+from tests.kit.prefetch import Operation
 
 Reduce = Callable[[torch.Tensor, Any], object]
 
@@ -23,7 +24,9 @@ def turn_of_checks(checks: Any, reduce: Reduce = alone) -> None:
 
 def turn_of(part: Any, cache: Any, reduce: Reduce = alone) -> None:
     """A turn of a controller, or of eager loads."""
-    turn = Turn(cache)
+    turn, prefetches = Turn(cache), Operation.prefetches
+    cache.ongoing_prefetch = prefetches.follow(cache.ongoing_prefetch)
+    turn.operations = prefetches.to_look_at()
     if hasattr(part, "begin_turn"):
         part.begin_turn(turn)
         turn.agree(reduce)

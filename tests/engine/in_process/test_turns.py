@@ -1,16 +1,20 @@
 """One agreement of the ranks in a turn of the scheduler, whatever has something to say."""
 
+import threading
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from pytest import MonkeyPatch
 
+from hcache_backend.prefetch.prefetch import Prefetches
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.sglang import controller as controllers
+from hcache_backend.sglang import radix_cache, waiting
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.radix_cache import TURN
 from tests.engine.in_process.hits.eager_scene import PAGES, SIZE, Scene
@@ -18,6 +22,15 @@ from tests.kit.host import Host, bare_controller, checked
 from tests.kit.prefetch import Operation, Restore
 from tests.kit.ranks import Ranks, together
 from tests.kit.turns import Reduce, alone
+
+of_thread = threading.local()
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_threads(monkeypatch: MonkeyPatch) -> None:
+    """Each has the state of a process."""
+    for module in (radix_cache, waiting):
+        monkeypatch.setattr(module, "current", lambda: of_thread)
 
 
 class Cache:
@@ -29,6 +42,7 @@ class Cache:
         self.cache_controller, self._reduce = controller, reduce
         self.reduced: list[list[int]] = []
         self.ongoing_prefetch: dict[int, Any] = {}
+        self.prefetches = Prefetches()
 
     def evict_host(self, tokens: int) -> None:
         self.cache_controller._pool.on_freed[0](np.arange(tokens // SIZE))
@@ -39,6 +53,8 @@ class Cache:
         self._reduce(numbers, operation)
 
     def turn(self) -> None:
+        """In the thread of its rank."""
+        of_thread.prefetches = self.prefetches
         guarded(TURN)(lambda cache: None, self)
 
 
@@ -107,6 +123,7 @@ class Rank:
             after_forwards=lambda stream: None,
         )
         self.cache = Cache(self.controller, ranks.reduce(rank))
+        self.eager._prefetches = self.cache.prefetches
         self.prefetch = self.cache.ongoing_prefetch[0] = Operation(8, SIZE)
         self.cache.turn()
 

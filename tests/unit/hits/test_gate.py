@@ -22,7 +22,15 @@ from hcache_backend.prefetch.estimates import (
     waited_for_core,
 )
 from hcache_backend.prefetch.gate import Gpu
-from hcache_backend.prefetch.prefetch import Hit, Meeting, Prefetch, Prefetches, Recomputing, State
+from hcache_backend.prefetch.prefetch import (
+    FIRST,
+    Hit,
+    Meeting,
+    Prefetch,
+    Prefetches,
+    Recomputing,
+    State,
+)
 from tests.unit.hits.gates import (
     STEP,
     Gate,
@@ -157,7 +165,7 @@ def test_a_turn_estimates_no_more_if_more_hits_wait(monkeypatch: pytest.MonkeyPa
         running = [at(gate, name) for name in names]
         calls.clear()
         for _ in range(2):
-            gate.to_end(running)
+            gate.to_end(running[:FIRST])
         found.append(dict(calls))
     assert found[0] == found[1]
     assert found[0]["_median"] <= 6 and found[0]["until_there"] <= 40

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from hcache_backend.prefetch.prefetch import Prefetches
 from hcache_backend.prefetch.slices import RUNNING_LIMIT, Governor, SliceBudget
+from tests.kit.prefetch import Operation
 
 SIZE, LAYERS = 256, 4
 PER_TOKEN = 0.001
@@ -129,15 +131,22 @@ def scheduler_of(
         last_batch=last,
         chunked_req=chunked,
         waiting_queue=[SimpleNamespace(cache_request_handle=name) for name in waiting],
-        tree_cache=SimpleNamespace(ongoing_prefetch=dict.fromkeys(reading)),
+        tree_cache=SimpleNamespace(ongoing_prefetch={name: Operation(0, 1) for name in reading}),
     )
+
+
+def looked_at(scheduler: Any, found: Governor | None = None) -> Governor:
+    prefetches, found = Prefetches(), found or Governor()
+    prefetches.scheduler = scheduler
+    cache = scheduler.tree_cache
+    cache.ongoing_prefetch = prefetches.follow(cache.ongoing_prefetch)
+    found.look(prefetches)
+    return found
 
 
 def governor(running: int = 0, **others: Any) -> Governor:
     """Of a scheduler with so many running requests, and others that wait or are being read."""
-    found = Governor()
-    found.look(scheduler_of(running, **others))
-    return found
+    return looked_at(scheduler_of(running, **others))
 
 
 WHOLE, WAITING = (1.0, "whole"), (0.0, "put_off_waiting")
@@ -180,16 +189,16 @@ def test_a_scheduler_that_cannot_be_asked_is_asked_once(caplog: pytest.LogCaptur
     """What would be recomputed in slices is then left to the load."""
     broken = Governor()
     for _ in range(3):
-        broken.look(SimpleNamespace(chunked_req=None))
+        looked_at(SimpleNamespace(chunked_req=None, tree_cache=scheduler_of().tree_cache), broken)
         assert broken.pace == (0.0, "put_off_waiting")
     assert len(caplog.records) == 1
 
 
 def test_other_threads_see_what_the_turn_saw_while_the_scheduler_goes_on() -> None:
     scheduler, found = scheduler_of(2), Governor()
-    found.look(scheduler)
+    looked_at(scheduler, found)
     del scheduler.last_batch  # as good as anything between two turns
     assert found.pace.share == 1 - 2 / RUNNING_LIMIT
     scheduler.last_batch, scheduler.running_batch = None, batch(0)
-    found.look(scheduler)
+    looked_at(scheduler, found)
     assert found.pace == (1.0, "whole")

@@ -251,7 +251,8 @@ def test_nothing_is_recomputed_whole_for_a_prefetch_that_has_ended(fronts: Front
     operation.terminated = True
     fronts.turn()
     assert len(fronts.launched) == 1
-    fronts.cache.ongoing_prefetch.clear()
+    for prefetch in list(fronts.cache.ongoing_prefetch):
+        del fronts.cache.ongoing_prefetch[prefetch]
     operation.terminated = False
     fronts.turn()
     assert (len(fronts.launched), fronts.eager.restores.pages) == (1, 2)

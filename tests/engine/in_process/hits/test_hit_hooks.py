@@ -31,6 +31,7 @@ class Operation:
     """A prefetch; ``host_indices`` are None until pages are to be read."""
 
     host_indices: Any = None
+    request_id = "request"
 
 
 @pytest.fixture

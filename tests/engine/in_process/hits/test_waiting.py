@@ -85,6 +85,10 @@ class Cache:
             self.ongoing_prefetch[operation.handle] = SimpleNamespace(operation=operation)
             self.cache_controller.prefetch_hit_queue.put(operation)
 
+    def looked_at(self) -> None:
+        """A turn is at the point behind HiCache's part."""
+        waiting.fetched(self, self.prefetches.to_look_at())
+
     def take(self) -> list[str]:
         """Names of the answers that may be taken, which are then being read."""
         answers = self.cache_controller.prefetch_hit_queue
@@ -102,6 +106,7 @@ class Cache:
 def cache(runtime: Runtime) -> Cache:
     found = Cache()
     found.prefetches = runtime.prefetches
+    found.ongoing_prefetch = found.prefetches.follow({})
     batches = {"waiting_queue": [], "running_batch": None, "last_batch": None}
     runtime.prefetches.scheduler = SimpleNamespace(tree_cache=found, **batches)
     return found
@@ -192,7 +197,7 @@ def test_a_prompt_that_many_requests_share_counts_once(cache: Cache) -> None:
     cache.prefetches.short_of_room = True
     waiting.came(cache.scheduler, waiting_request("late", 160))
     assert held["late"].tokens == 0
-    assert waiting.held_tokens(held.values()) == 160, "others hold the node"
+    assert cache.prefetches.held_tokens.tokens == 160, "others hold the node"
 
 
 def test_hits_do_not_wait_for_a_decode_server(cache: Cache) -> None:
@@ -221,12 +226,12 @@ def test_a_waiting_request_holds_its_prompt_until_it_waits_no_more(cache: Cache)
     cache.answer(operation)
     waiting.came(cache.scheduler, request)
     assert cache.held["a"].tokens == 64
-    waiting.fetched(cache)
+    cache.looked_at()
     assert looked_up == []
-    cache.ongoing_prefetch.clear()
+    del cache.ongoing_prefetch[operation.handle]
     operation.completed_tokens, request.last_host_node, request.host_hit_length = 320, 2, 384
     waiting.left()
-    waiting.fetched(cache)
+    cache.looked_at()
     assert looked_up == ["a"]
     assert cache.unlocked == [1]
     held = cache.held["a"]
