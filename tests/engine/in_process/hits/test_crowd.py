@@ -1,0 +1,87 @@
+"""What a turn of the scheduler does does not depend on how many requests wait for L3."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hcache_backend.sglang import runtime as runtimes
+from tests.engine.in_process.hits.crowd import COUNTS, Crowd
+
+
+@pytest.fixture(autouse=True)
+def own_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtimes, "_runtime", None)
+
+
+def calls(of: Callable[[], Any]) -> int:
+    """Number of functions that ``of`` calls, of Python and of C."""
+    found = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal found
+        found += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        of()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def reading(hits: int) -> Crowd:
+    crowd = Crowd(hits)
+    crowd.answer()
+    for _ in range(2):
+        crowd.turn()
+    assert not crowd.gate.gpu.wanted
+    return crowd
+
+
+def asked(hits: int) -> Crowd:
+    crowd = Crowd(hits)
+    crowd.turn()
+    crowd.turn()
+    return crowd
+
+
+def assert_as_many(crowd_of: Callable[[int], Crowd], step: Callable[[Crowd], Any]) -> None:
+    found = {}
+    for hits in COUNTS:
+        crowd = crowd_of(hits)
+        found[hits] = calls(lambda crowd=crowd: step(crowd))  # type: ignore[misc]
+    assert len({*found.values()}) == 1, found
+
+
+@pytest.mark.parametrize("crowd_of", [asked, reading])
+def test_a_turn_with_nothing_new(crowd_of: Callable[[int], Crowd]) -> None:
+    assert_as_many(crowd_of, Crowd.turn)
+
+
+def test_a_turn_in_which_pages_have_arrived() -> None:
+    def step(crowd: Crowd) -> None:
+        crowd.arrived(1)
+        crowd.turn()
+
+    assert_as_many(reading, step)
+
+
+@pytest.mark.parametrize("crowd_of", [asked, reading])
+@pytest.mark.parametrize("place", [0, 20])
+def test_a_turn_after_a_request_has_left(crowd_of: Callable[[int], Crowd], place: int) -> None:
+    def step(crowd: Crowd) -> None:
+        crowd.abort(place)
+        crowd.turn()
+
+    assert_as_many(crowd_of, step)
+    crowd = crowd_of(40)
+    step(crowd)
+    left = {str(number) for number in range(40)} - {str(place)}
+    assert crowd.gate.prefetches.held.keys() == crowd.gate.prefetches.waiting.keys() == left
+
+
+@pytest.mark.parametrize("crowd_of", [asked, reading])
+def test_a_request_comes(crowd_of: Callable[[int], Crowd]) -> None:
+    assert_as_many(crowd_of, Crowd.receive)
