@@ -88,7 +88,6 @@ class Turn:
 
     def __init__(self, cache: Any = None) -> None:
         self.cache = cache  # SGLang's radix cache, whose turn it is
-        self.operations: list[Any] = []  # SGLang's, of the prefetches that this turn looks at
         self.least: list[int] = []  # the smallest of each on all ranks, from :meth:`agree`
         self._own: list[int] = []
 

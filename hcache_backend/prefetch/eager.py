@@ -18,11 +18,8 @@ and a load gets the prepared device pages. It may never come, so reserved pages 
 from __future__ import annotations
 
 import contextlib
-from bisect import insort
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,19 +63,14 @@ class Reserved:
 class Reservation:
     """Device pages for consecutive pages of one prefetch."""
 
-    prefetch: Hashable
     slots: torch.Tensor  # page by page
     keys: Sequence[Hashable]  # of each page in storage
     first: int  # number of page 0 in the prefetch
-    number: int  # in the order in which they were made
-    running: bool = True  # the prefetch has not ended
     pages: list[Reserved] = field(default_factory=list)
     # End and restore of the last recomputation, which ends behind the earlier ones.
     last_slice: tuple[int, RunningRestore] | None = None
     failed: bool = False  # a launch failed on this rank: its pages have any content
     released: int | None = None  # the first page that is not held any more
-    held: int = 0  # number of held pages
-    listed: bool = False  # among those of which a turn looks for layers to recompute
     _front: int = 0  # all pages before this one were held and whole when it came there
 
     def waiting(self) -> list[Reserved]:
@@ -148,13 +140,8 @@ class EagerRestores:
     _at_once: Callable[[int], int] = lambda pages: 1  # from :func:`launch_pages`
 
     def __post_init__(self) -> None:
-        self._reservations: dict[Reservation, None] = {}  # in the order in which they were made
+        self._reservations: list[Reservation] = []  # in the order in which they were made
         self._running: dict[Hashable, Reservation] = {}  # by prefetch
-        self._coming: Counter[Hashable] = Counter()  # keys that running prefetches bring
-        # In order: those whose pages may lack layers that can be recomputed now, and ended ones.
-        self._lacking: list[Reservation] = []
-        self._fewer: dict[Hashable, None] = {}  # prefetches that have fewer pages than before
-        self._number = 0
         self._reserved: dict[int, Reserved] = {}  # held pages, by host page
         self._reading: list[tuple[list[int], RunningRestore]] = []  # or writing: host pages
 
@@ -162,14 +149,9 @@ class EagerRestores:
     def pages(self) -> int:
         return len(self._reserved)
 
-    def running(self) -> Collection[Hashable]:
+    def running(self) -> list[Hashable]:
         """The prefetches after :meth:`reserve` and before :meth:`end`, in order."""
-        return self._running.keys()
-
-    def take_fewer(self) -> list[Hashable]:
-        """The prefetches that have lost pages since the last call."""
-        fewer, self._fewer = list(self._fewer), {}
-        return fewer
+        return list(self._running)
 
     def reserve(
         self, prefetch: Hashable, keys: Sequence[Hashable], host_pages: Ids, unread: int = 0
@@ -178,8 +160,9 @@ class EagerRestores:
         possible, from the first one on that no running prefetch brings; returns their number.
         Device pages of ended prefetches are given back for it, the oldest first. ``unread``: layers
         to recompute of a page that has not arrived; 0 if that is not allowed."""
-        first = next((i for i, key in enumerate(keys) if key not in self._coming), len(keys))
-        ended = (one for one in self._reservations if not one.running)
+        coming = {key for other in self._running.values() for key in other.keys}
+        first = next((i for i, key in enumerate(keys) if key not in coming), len(keys))
+        ended = (one for one in self._reservations if one not in self._running.values())
         left_behind = [page for one in ended for page in reversed(one.launched())]
         spare = self.limit - self.pages
         chosen = range(first, min(len(keys), first + max(0, spare + len(left_behind))))
@@ -190,16 +173,10 @@ class EagerRestores:
         chosen = chosen[: self._free.count()]
         ids = host_pages[chosen.start : chosen.stop].tolist()
         slots = self._free.take(len(chosen)) if ids else torch.empty(0, dtype=torch.int64)
-        self._number += 1
-        keys = keys[chosen.start : chosen.stop]
-        place = chosen.start, self._number
-        reservation = Reservation(prefetch, slots, keys, *place, held=len(ids))
+        reservation = Reservation(slots, keys[chosen.start : chosen.stop], chosen.start)
         reservation.pages = [Reserved(reservation, i, page, unread) for i, page in enumerate(ids)]
         self._running[prefetch] = reservation
-        self._reservations[reservation] = None
-        self._coming.update(keys)
-        if unread:
-            self._may_lack(reservation)
+        self._reservations.append(reservation)
         self._reserved.update(zip(ids, reservation.pages, strict=True))
         return len(ids)
 
@@ -228,29 +205,15 @@ class EagerRestores:
             for page in some:
                 page.restore, page.lacks = restore, lacks
             self._reading.append((ids.tolist(), restore))
-            if lacks:
-                self._may_lack(reservation)
         return len(due)
 
     def to_recompute(self, most: int) -> Iterator[Recomputation]:
         """Up to ``most`` pages per running prefetch that lack first layers, behind whole pages."""
-        place = 0
-        while place < len(self._lacking):
-            reservation = self._lacking[place]
-            pages = reservation.to_recompute(most) if reservation.running else range(0)
-            if not pages:  # until a restore is launched that leaves layers out
-                del self._lacking[place]
-                reservation.listed = False
-                continue
-            place += 1
-            first = reservation.pages[pages.start]
-            unread = first.restore is None
-            yield Recomputation(reservation.prefetch, reservation, pages, first.lacks, unread)
-
-    def _may_lack(self, reservation: Reservation) -> None:
-        if not reservation.listed:
-            reservation.listed = True
-            insort(self._lacking, reservation, key=attrgetter("number"))
+        for prefetch, reservation in self._running.items():
+            if pages := reservation.to_recompute(most):
+                first = reservation.pages[pages.start]
+                unread = first.restore is None
+                yield Recomputation(prefetch, reservation, pages, first.lacks, unread)
 
     def slots(self, due: Recomputation) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots of the tokens of ``due``, and of all tokens before them in the prefetch."""
@@ -274,14 +237,8 @@ class EagerRestores:
     def end(self, prefetch: Hashable) -> int:
         """No more pages come. Gives back the pages that were not launched, and returns their
         number; launched pages wait for a load until their room is needed."""
-        ended = self._running.pop(prefetch)
-        ended.running, waiting = False, ended.waiting()
-        for key in ended.keys:
-            self._coming[key] -= 1
-            if not self._coming[key]:
-                del self._coming[key]
+        waiting = self._running.pop(prefetch).waiting()
         self._give_back(waiting)
-        self._drop_unheld([ended])
         return len(waiting)
 
     def host_freed(self, host_pages: Ids) -> None:
@@ -368,15 +325,9 @@ class EagerRestores:
         for page in pages:
             page.held, before = False, page.of.released
             page.of.released = page.number if before is None else min(before, page.number)
-            page.of.held -= 1
-            self._fewer[page.of.prefetch] = None
             del self._reserved[page.host_page]
-        self._drop_unheld(page.of for page in pages)
-
-    def _drop_unheld(self, some: Iterable[Reservation]) -> None:
-        for one in some:
-            if not one.held and not one.running:
-                self._reservations.pop(one, None)
+        held = {page.of for page in self._reserved.values()}.union(self._running.values())
+        self._reservations = [one for one in self._reservations if one in held]
 
 
 def until_written(restores: Iterable[RunningRestore]) -> None:

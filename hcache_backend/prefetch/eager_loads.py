@@ -21,13 +21,13 @@ from hcache_backend.plan.restore import side_by_side
 from hcache_backend.prefetch import eager
 from hcache_backend.prefetch.eager import EagerRestores, Ids, Recomputation
 from hcache_backend.prefetch.estimates import L3Progress
-from hcache_backend.prefetch.prefetch import Meeting, Prefetch, Prefetches
+from hcache_backend.prefetch.prefetch import Meeting, Prefetches
 from hcache_backend.prefetch.slices import Governor, SliceBudget
 from hcache_backend.ranks import Proposal, Turn
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.report import RunningRestore
 
-_OFFERS = 4  # prefetches whose pages a turn may recompute: the first that has any is chosen
+_FIRST = 8  # prefetches that get device pages: L3 is read for one after the other
 
 
 class Offer(NamedTuple):
@@ -73,16 +73,13 @@ class EagerLoads:
         self.governor.look(self._prefetches)
         restores, size, cache = self.restores, self._pool.page_size, turn.cache
         self._pages.cache, self._controller = cache, cache.cache_controller
-        running: dict[Any, Prefetch] = {}
-        fewer, first = restores.take_fewer(), islice(restores.running(), _OFFERS)
-        for operation in dict.fromkeys((*turn.operations, *fewer, *first)):
-            prefetch = self._prefetches.of(operation)
-            if prefetch.info is not None and operation.host_indices is not None:
-                prefetch.anchor = prefetch.info.anchor_node_id
-                running[operation] = prefetch
-            elif operation in restores.running():
+        reading = self._prefetches.reading
+        for operation in restores.running():
+            if operation not in reading:
                 restores.end(operation)
-        for operation, prefetch in running.items():
+        for operation in list(islice(reading, _FIRST)):
+            prefetch = self._prefetches.of(operation)
+            prefetch.anchor = prefetch.info and prefetch.info.anchor_node_id
             if operation not in restores.running():
                 self._begin(operation)
             there = range(operation.completed_tokens // size)
@@ -91,10 +88,7 @@ class EagerLoads:
                 there = meeting.here
                 met = there.start <= meeting.front
                 may = self._pages.holds(prefetch.anchor) and self.recomputes_pages
-                reachable = restores.reachable(operation) if may else 0
-                if reachable != meeting.reachable:
-                    self._prefetches.got_on([operation])
-                meeting.reachable = reachable
+                meeting.reachable = restores.reachable(operation) if may else 0
             arrived = restores.restore_arrived(operation, there.stop, there.start, last=met)
             if arrived:
                 metrics.TOKENS.count("eager", arrived * size)
@@ -162,7 +156,7 @@ class EagerLoads:
         size, budget, pace = self._pool.page_size, self._budget, self.governor.pace
         while self._offers:  # an error came between
             self._taken(self._offers.pop(), 0)
-        for due in islice(self.restores.to_recompute(max(1, budget.tokens // size)), _OFFERS):
+        for due in self.restores.to_recompute(max(1, budget.tokens // size)):
             if (prefix := self._tokens_before(due)) is None:
                 continue
             until = math.inf, math.inf, 0.0
@@ -256,7 +250,6 @@ class EagerLoads:
             assert meeting is not None
             meeting.launched(due.pages)
             due.operation.completed_tokens = meeting.pages * size
-            self._prefetches.got_on([due.operation])
         return True
 
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:

@@ -14,16 +14,17 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice, takewhile
 from typing import Any
 
 from hcache_backend import metrics
 from hcache_backend.metrics import logger
 from hcache_backend.prefetch.estimates import Estimate, L3Progress, Reading
-from hcache_backend.prefetch.prefetch import FIRST, Hit, Prefetch, Prefetches, Recomputing, State
+from hcache_backend.prefetch.prefetch import Hit, Prefetch, Prefetches, Recomputing, State
 from hcache_backend.ranks import Proposal, Turn
 
 _ENDING_MARGIN = 1.25  # going on must be slower by this factor to end a prefetch: not by noise
+_JUDGED = 4  # prefetches that are judged in a turn: L3 is read for one after the other
 _SILENCE_SECONDS = 60.0  # between two log lines about refused hits
 _SHOWN_SECONDS = 1.0  # between two updates of the shown rates
 PROBE_SECONDS = 10.0  # from the last read to the next probe while hits are refused, ...
@@ -84,7 +85,7 @@ class HitGate:
         self.estimates, self.gpu = self.l3.estimates, Gpu(self.l3.clock)
         self.agreed_stalled = False  # when the ranks last agreed
         self._probes = (_Probes(), _Probes())  # of the page store, and of the shared tier
-        self._judged: list[Any] = []  # SGLang's operations, in the order in which they are read
+        self._running: list[Any] = []  # SGLang's operations, in the order in which they are read
         self._proposal: Proposal | None = None
         self._logged = self._shown = -math.inf  # when a refused hit was logged, and rates shown
         self._show()
@@ -94,20 +95,21 @@ class HitGate:
     def propose_ends(self, turn: Turn) -> None:
         """Propose which prefetches go on. Every rank has the same ones in the same turns."""
         cache, self._proposal = turn.cache, None
-        every = cache.ongoing_prefetch.values()
-        self._judged = [info.operation for info in islice(every, FIRST)]
-        verdicts = [False] * (len(self._judged) + 1)
+        first = [info.operation for info in islice(cache.ongoing_prefetch.values(), _JUDGED)]
+        self._running, verdicts = first, [False] * (len(first) + 1)
         with catching():
-            found = [(self.prefetches.of(operation), operation) for operation in turn.operations]
-            ongoing = [(one, operation) for one, operation in found if one.info is not None]
-            if cache.pp_size == 1:
-                self.prefetches.unfinished.update(operation for _, operation in ongoing)
-            for prefetch, operation in ongoing:
+            running = {operation: self.prefetches.of(operation) for operation in first}
+            found = (self.prefetches.changed | running).items()
+            there = {operation: one for operation, one in found if one.info is not None}
+            for operation, prefetch in there.items():
                 prefetch.came(operation.completed_tokens, cache.page_size)
-            judged = [self.prefetches.of(operation) for operation in self._judged]
-            verdicts = self.to_end(judged, [one for one, _ in found])
-        # No rank acts on its own verdict alone. Pipeline stages are not at one point.
-        if self._min_gain and cache.pp_size == 1 and (self._judged or self.agreed_stalled):
+            if cache.pp_size == 1:
+                self.prefetches.unfinished.update(there)
+            verdicts = self.to_end([*running.values()])
+        if cache.pp_size > 1:
+            return  # pipeline stages are not at one point
+        # No rank acts on its own verdict alone.
+        if self._min_gain and (first or self.agreed_stalled):
             self._proposal = turn.propose(*(not ends for ends in verdicts))
 
     def apply_ends(self) -> None:
@@ -115,10 +117,9 @@ class HitGate:
         if self._proposal is None:
             return
         *going_on, in_time = self._proposal.least
-        ended = [one for one, goes_on in zip(self._judged, going_on, strict=True) if not goes_on]
-        if not in_time:  # all of them, those too that are not judged
-            infos = self._proposal.turn.cache.ongoing_prefetch.values()
-            ended = [info.operation for info in infos]
+        ended = [one for one, goes_on in zip(self._running, going_on, strict=True) if not goes_on]
+        if not in_time:  # all of them
+            ended = [info.operation for info in self.prefetches.ongoing.values()]
         for operation in ended:
             operation.mark_terminate()
         with catching():
@@ -131,18 +132,15 @@ class HitGate:
             self.prefetches.add_request(request_id, prefix, recomputing)
         return not self.agreed_stalled
 
-    def to_end(self, judged: Sequence[Prefetch], over: Iterable[Prefetch] = ()) -> list[bool]:
+    def to_end(self, running: Sequence[Prefetch]) -> list[bool]:
         """This rank's verdicts: for each prefetch True if it should end; last, True if L3 is
-        stalled. ``judged`` are the first ones, in the order in which they are read. ``over`` are
-        prefetches of which some are over."""
+        stalled. ``running`` are the first prefetches, in the order in which they are read."""
         now = self.l3.clock()
         earlier = 0.0
         with self.prefetches.lock:
-            reading = self.l3.reading
-            self.prefetches.forget(over, reading.prefetch if reading is not None else None)
             stalled = self._seems_stalled(now)
-            verdicts = [stalled] * len(judged)
-            for place, one in enumerate(judged):
+            verdicts = [stalled] * len(running)
+            for place, one in enumerate(running):
                 if (rest := one.rest) is not None:
                     verdicts[place] |= self._ends(one, rest, earlier, now)
                     earlier += self._until_there(rest)
@@ -184,15 +182,13 @@ class HitGate:
         store. L3 was asked for ``wanted``; ``shared``, at its end, are in the shared tier."""
         now = self.l3.clock()
         with self.prefetches.lock:
-            known = self.prefetches.waiting.setdefault(prefetch.request_id, prefetch)
-            self.prefetches.asked.append(prefetch)
             hit = Hit(tokens, prefetch.prefix, wanted - tokens + 1, shared, prefetch.recomputing)
             prefetch.hit, prefetch.probed, prefetch.whole = None, None, not parts
             problem = self._too_slow(hit, now)
             taken = tokens if problem is None else self._part_of(hit, parts, prefetch, now)
             if taken:
                 prefetch.hit = hit.cut(taken)
-                if known is prefetch:  # otherwise SGLang has asked once more since then
+                if prefetch.state is State.ASKED:  # otherwise it is over already
                     self.prefetches.hits[prefetch] = None
             else:
                 self.prefetches.refuse(prefetch, State.REFUSED)
@@ -242,6 +238,7 @@ class HitGate:
             self._probes[reading.shared > 0].last_read = now
             if not reading.prefetch.refused:
                 reading.prefetch.state = State.DONE
+            self.prefetches.hits.pop(reading.prefetch, None)
 
     def _probe_ends(self, reading: Reading, seconds: float) -> None:
         """What the end of a read says about its tier."""
@@ -271,22 +268,12 @@ class HitGate:
         taken = hit.until_there(read) + self.estimates.loaded(hit.tokens)
         return saved is None or taken * self._min_gain <= saved
 
-    def _computing(
-        self, saved: float, now: float, enough: float, but: Prefetch | None = None
-    ) -> float:
-        """Seconds until work of ``saved`` seconds is computed, plus the delays of all hits ``but``
-        one; of so many hits that it is ``enough``. Under the lock."""
+    def _computing(self, saved: float, others: Iterable[Prefetch], now: float) -> float:
+        """Seconds until work of ``saved`` seconds is computed, plus the delays of ``others``."""
         computing, slowdown = self.gpu.seconds_busy(now) + saved, self.l3.slowdown(now)
-        delays = there = 0.0
-        for one in self.prefetches.hits:
-            if computing + delays >= enough:
-                break
-            if one is not but and (rest := one.rest) is not None:
-                there += self._until_there(rest, slowdown)
-                if there >= computing:
-                    break
-                delays += computing - there
-        return computing + delays
+        reads = (self._until_there(rest, slowdown) for one in others if (rest := one.rest))
+        delayed = takewhile(computing.__gt__, accumulate(reads))
+        return computing + sum(computing - there for there in delayed)
 
     def _seems_stalled(self, now: float) -> bool:
         return self._min_gain > 0 and self.l3.seems_stalled(now)
@@ -296,29 +283,26 @@ class HitGate:
         if self._seems_stalled(now):
             return "L3 is stalled"
         saved = self.estimates.saved(hit)
-        if saved is None or not self._min_gain:
+        if saved is None:
             return None
-        busy, loaded = self.gpu.seconds_busy(now), self.estimates.loaded(hit.tokens)
-        enough = (busy + loaded) * self._min_gain if self.gpu.wanted else math.inf
-        computing = self._computing(saved, now, enough)
-        read = self._until_read(hit, now, computing / self._min_gain - loaded)
-        taken = max(busy, read) + loaded
+        computing = self._computing(saved, self.prefetches.hits, now)
+        read = self._until_read(hit, now, computing)
+        taken = max(self.gpu.seconds_busy(now), read) + self.estimates.loaded(hit.tokens)
         if taken * self._min_gain <= computing:
             return None
         reading = f"to read and load {hit.tokens} tokens takes at least {taken:.3f} s"
         return f"{reading}, to compute them {computing:.3f} s"
 
-    def _until_read(self, hit: Hit, now: float, most: float = math.inf) -> float:
-        """Known seconds until a hit is there, behind those being read; of so many of them that it
-        is more than ``most``. Under the lock."""
+    def _until_read(self, hit: Hit, now: float, computing: float = math.inf) -> float:
+        """Known seconds until a hit is there, behind those being read: all of them, or so many that
+        ``computing`` it takes less. Under the lock."""
         if self.gpu.wanted:
             return 0.0
         earlier, slowdown = 0.0, self.l3.slowdown(now)
-        for one in self.prefetches.hits:
-            if earlier > most:
+        for rest in (one.rest for one in self.prefetches.hits):
+            if earlier * self._min_gain > computing:
                 break
-            if (rest := one.rest) is not None:
-                earlier += self._until_there(rest, slowdown)
+            earlier += self._until_there(rest, slowdown) if rest else 0.0
         return earlier + self._until_there(hit, slowdown, begun=False)
 
     def _until_there(self, rest: Hit, slowdown: float = 1.0, *, begun: bool = True) -> float:
@@ -349,9 +333,10 @@ class HitGate:
         else:
             going_on = max(going_on, self.estimates.least_reading(rest))
         going_on = earlier + rest.until_there(going_on, begun=True)
+        others = (one for one in self.prefetches.hits if one is not prefetch)
+        computing = self._computing(saved, others, now)
         margin = 1.0 if prefetch.whole else _ENDING_MARGIN
-        enough = going_on * self._min_gain / margin
-        return enough > self._computing(saved, now, enough, but=prefetch)
+        return going_on * self._min_gain > margin * computing
 
     def _part_of(self, hit: Hit, parts: bool, prefetch: Prefetch, now: float) -> int:
         """Number of tokens to read of a hit that as a whole is too slow. Under the lock."""

@@ -12,19 +12,16 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from enum import Enum
-from itertools import count, islice
 from typing import Any, NamedTuple, Protocol
 
 from hcache_backend.arena import Ids
 from hcache_backend.plan.restore import side_by_side, until_there
 
 _REMEMBERED = 4096  # refused requests
-FIRST = 4  # prefetches that each turn looks at: L3 is read for one after the other
-_numbers = count()
 
 # seconds to recompute tokens behind a prefix (numbers); infinite if unknown. Any thread
 Recomputing = Callable[[int, int], float]
@@ -151,10 +148,7 @@ class Record(Protocol):
     @property
     def operation(self) -> Any: ...
     @property
-    def anchor_node_id(self) -> Hashable: ...
-
-
-Tell = Callable[[Hashable, Record | None], None]  # tell(operation, None if it is over)
+    def anchor_node_id(self) -> Any: ...
 
 
 class State(Enum):
@@ -170,7 +164,7 @@ class State(Enum):
 
 @dataclass(eq=False)
 class Prefetch:
-    """Numbers are of tokens. The scheduler writes how far it is, in every turn."""
+    """Numbers are of tokens. The scheduler writes how far it is, once it has got on."""
 
     request_id: str
     prefix: int = 0  # before the hit
@@ -188,7 +182,6 @@ class Prefetch:
     lost: int = 0  # arrived, but worth nothing without the rest
     reachable: float = math.inf  # not yet arrived, and slices can still reach them
     behind: bool = False  # another prefetch brings the first page of its hit
-    number: int = field(default_factory=_numbers.__next__)  # in the order in which they begin
 
     def came(self, completed: int, page_size: int) -> None:
         """``completed`` tokens count on all ranks. Called in a turn of the scheduler."""
@@ -223,97 +216,33 @@ class Held:
     """The prompt of a waiting request. Scheduler thread only."""
 
     request: Any  # SGLang's
-    node: Hashable = None  # of its tree: the last one that is held
     operation: Any = None  # SGLang's, of its prefetch; None: there is none, or it is over
     tokens: int = 0  # of the prompt that host memory has, and does not evict
     read: int = 0  # tokens that L3 was read for, and that no batch has used
     computed: int = 0  # tokens at the front of its prefetch that were recomputed
-    unlock: Callable[[], object] | None = None  # allows their eviction; None: they are not held
+    let_go: Callable[[], object] | None = None  # allows their eviction; None: they are not held
 
 
 class Ongoing(dict[Hashable, Record]):
     """SGLang's prefetches by request, in the place of its cache's ``dict``. It tells which ones
-    come, begin to be read and go: no turn has to look at all."""
+    come, begin to be read and go (``tell(record, over)``): no turn has to look at all."""
 
-    def __init__(self, known: Mapping[Hashable, Record], tell: Tell) -> None:
+    def __init__(self, tell: Callable[[Record, bool], None]) -> None:
         super().__init__()
-        self._tell, self.moved = tell, set[Hashable]()  # requests whose prefetches came or went
-        for request, info in known.items():
-            self[request] = info
+        self._tell = tell
 
-    def __setitem__(self, request: Hashable, info: Record) -> None:
-        super().__setitem__(request, info)
-        self.moved.add(request)
-        self._tell(info.operation, info)
+    def __setitem__(self, request: Hashable, record: Record) -> None:
+        super().__setitem__(request, record)
+        self._tell(record, False)
 
     def __delitem__(self, request: Hashable) -> None:
-        self.pop(request)
+        self._tell(super().pop(request), True)
 
-    def pop(self, request: Hashable, *default: object) -> Any:
-        known, info = request in self, super().pop(request, *default)
-        if known:
-            self.moved.add(request)
-            self._tell(info.operation, None)
-        return info
-
-
-class WaitingQueue:
-    """SGLang's waiting queue. The list says nothing of its changes, so it is compared with the last
-    one, without a look at a request that is still there."""
-
-    def __init__(self) -> None:
-        self.left: list[Any] = []  # requests, in the order in which they came
-        self._last: Sequence[Any] = []
-        self._of: dict[int, tuple[int, Any, Any]] = {}  # by id(): number, request and its handle
-        self._handles: set[Hashable] = set()
-        self._ready: set[Hashable] = set()  # those whose requests wait for no prefetch
-
-    def __contains__(self, request: object) -> bool:
-        return id(request) in self._of
-
-    def look(self, queue: Sequence[Any], ongoing: Ongoing) -> bool:
-        """Returns True if requests wait for the GPU only: those that wait for L3 could not run."""
-        moved, ongoing.moved = self._handles.intersection(ongoing.moved), set()
-        added, same = queue[len(self._last) :], queue[: len(self._last)] == self._last
-        if not same:
-            now = dict(zip(map(id, queue), queue, strict=True))
-            gone = sorted(self._of.pop(number) for number in self._of.keys() - now.keys())
-            self.left += [request for _, request, _ in gone]
-            handles = {handle for _, _, handle in gone}
-            self._handles -= handles
-            self._ready -= handles
-            added = [now[number] for number in now.keys() - self._of.keys()]
-        for request in added:
-            handle = request.cache_request_handle
-            self._of[id(request)] = next(_numbers), request, handle
-            self._handles.add(handle)
-            moved.add(handle)
-        if added or not same:
-            self._last = queue[:]
-        for handle in moved & self._handles:
-            (self._ready.discard if handle in ongoing else self._ready.add)(handle)
-        return bool(self._ready)
-
-
-class HeldTokens:
-    """Sum of the tokens that are held. Those of a node count once for all requests that share it,
-    because one of them may hold nothing of it."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        # By node: how many requests hold so many tokens.
-        self._of: dict[Hashable, Counter[int]] = {}
-
-    def add(self, node: Hashable, tokens: int, requests: int = 1) -> None:
-        """``requests`` hold ``tokens`` (at least 1) of ``node``; -1: one lets go of them."""
-        found = self._of.setdefault(node, Counter())
-        self.tokens -= max(found, default=0)
-        found[tokens] += requests
-        if not found[tokens]:
-            del found[tokens]
-        self.tokens += max(found, default=0)
-        if not found:
-            del self._of[node]
+    def pop(self, request: Hashable, *default: Any) -> Any:
+        found = self.get(request, *default)
+        if request in self:
+            del self[request]
+        return found
 
 
 class Prefetches:
@@ -322,17 +251,20 @@ class Prefetches:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.held: dict[str, Held] = {}  # by request, in the order in which they came
-        self.requests = WaitingQueue()
-        self.came: list[Any] = []  # requests that may be in no queue
+        self.fetching: dict[str, Held] = {}  # those of them whose prefetches are not over
+        self.releasable: int | None = None  # see sglang/waiting.py; None: to be found out
+        self.held_tokens = 0  # those of a node count once: one of its requests may hold none
+        self._holds: dict[Hashable, tuple[int, int]] = {}  # by node: requests, most tokens
+        self.queue: list[Any] | None = None  # SGLang's requests that waited; None: others came
+        self.answers: list[Any] = []  # SGLang's operations that wait for room in host memory
         self.scheduler: Any = None  # SGLang's; None until the first request comes
         self.plain = False  # token ids are all input of the request that is being received
         self.short_of_room = False  # hits wait for room in host memory, on all ranks
         self.waiting: dict[str, Prefetch] = {}  # of requests that the gate knows, in order
-        self.hits: dict[Prefetch, None] = {}  # those of them that are read, or will be, in order
-        self.asked: list[Prefetch] = []  # those that SGLang perhaps did not begin
-        self.held_tokens = HeldTokens()
-        self._ongoing = Ongoing({}, self._tell)
-        self._changed: set[Any] = set()  # SGLang's operations that a turn is to look at
+        self.hits: dict[Prefetch, None] = {}  # those that are read, or will be, in order
+        self.reading: dict[Any, None] = {}  # SGLang's operations that have room, in order
+        self.changed: dict[Any, Prefetch] = {}  # what came, went or got on since the last turn
+        self.ongoing = Ongoing(self._tell)
         # SGLang's operations that a thread still processes on some rank; the same on every rank.
         self.unfinished: set[Hashable] = set()
         self._of: weakref.WeakKeyDictionary[Any, Prefetch] = weakref.WeakKeyDictionary()
@@ -343,7 +275,8 @@ class Prefetches:
         with self.lock:
             if operation not in self._of:
                 name = operation.request_id
-                self._of[operation] = self.waiting.get(name) or Prefetch(name)
+                new = Prefetch(name, state=self._final.get(name, State.ASKED))
+                self._of[operation] = self.waiting.get(name, new)
             return self._of[operation]
 
     def add_request(
@@ -353,45 +286,59 @@ class Prefetches:
         with self.lock:
             state = self._final.get(request_id, State.ASKED)
             asked = self.waiting[request_id] = Prefetch(request_id, prefix, recomputing, state)
-            self.asked.append(asked)
             return asked
 
     def follow(self, ongoing: Mapping[Hashable, Record]) -> Ongoing:
-        """Learn from now on which of SGLang's prefetches come and go. It replaces ``ongoing``."""
-        if ongoing is not self._ongoing:
-            for request in list(self._ongoing):
-                del self._ongoing[request]
-            self._ongoing = Ongoing(ongoing, self._tell)
-        return self._ongoing
+        """Learn from now on which of SGLang's prefetches come and go. Replaces ``ongoing``."""
+        if ongoing is not self.ongoing:  # it is new, or a flush has made it so
+            for record in self.ongoing.values():
+                self._tell(record, True)
+            self.ongoing = Ongoing(self._tell)
+            for request, record in ongoing.items():
+                self.ongoing[request] = record
+        return self.ongoing
+
+    def _tell(self, record: Record, over: bool) -> None:
+        operation, self.releasable = record.operation, None
+        prefetch = self.changed[operation] = self.of(operation)
+        prefetch.info = None if over else record
+        if not over and operation.host_indices is not None:
+            self.reading[operation] = None
+        elif over:
+            self.reading.pop(operation, None)
+            self.over(prefetch)
+            held = self.fetching.get(prefetch.request_id)
+            if held is not None and held.operation is operation:
+                del self.fetching[prefetch.request_id]
+
+    def over(self, prefetch: Prefetch) -> None:
+        """No request waits for it any more. A thread may read it yet: that counts."""
+        with self.lock:
+            if self.waiting.get(prefetch.request_id) is prefetch:
+                del self.waiting[prefetch.request_id]
+            if prefetch.state is State.ASKED:
+                prefetch.state = State.DONE
+                self.hits.pop(prefetch, None)
 
     def waits_for_gpu(self) -> bool:
-        """True if requests wait for the GPU only."""
-        return self.requests.look(self.scheduler.waiting_queue, self._ongoing)
+        """True if requests wait for the GPU only; those that wait for L3 could not run."""
+        early = getattr(self.scheduler, "disagg_prefill_bootstrap_queue", None)
+        others = () if early is None else [r for r in early.queue if r.rid in self.fetching]
+        return len(self.scheduler.waiting_queue) > len(self.fetching) - len(others)
 
-    def _tell(self, operation: Hashable, info: Record | None) -> None:
-        self.of(operation).info = info
-        self._changed.add(operation)
+    def hold(self, node: Hashable, tokens: int) -> None:
+        """One more request holds ``tokens`` of its prompt, up to ``node``."""
+        requests, most = self._holds.get(node, (0, 0))
+        self._holds[node], self.releasable = (requests + 1, max(most, tokens)), None
+        self.held_tokens += max(0, tokens - most)
 
-    def got_on(self, operations: Iterable[Any]) -> None:
-        """Tokens of SGLang's ``operations`` have arrived, or were recomputed."""
-        self._changed.update(operations)
-
-    def to_look_at(self) -> list[Any]:
-        """SGLang's operations that came, went, began to be read or got on since the last turn, and
-        the first ones, in order."""
-        first = [info.operation for info in islice(self._ongoing.values(), FIRST)]
-        some, self._changed = self._changed.union(first), set()
-        return sorted(some, key=lambda operation: self.of(operation).number)
-
-    def forget(self, over: Iterable[Prefetch], reading: Prefetch | None) -> None:
-        """These, and those that SGLang did not begin, count no more. The one that is being read
-        does, perhaps for a request that does not wait any more. Under the lock."""
-        asked, self.asked = self.asked, [] if reading is None else [reading]
-        for one in (*over, *asked):
-            if one.info is None and one is not reading:
-                self.hits.pop(one, None)
-                if self.waiting.get(one.request_id) is one:
-                    del self.waiting[one.request_id]
+    def let_go(self, node: Hashable) -> None:
+        """One of the requests lets go."""
+        (requests, most), self.releasable = self._holds.pop(node), None
+        if requests > 1:
+            self._holds[node] = requests - 1, most
+        else:
+            self.held_tokens -= most
 
     def forget_request(self, request_id: str) -> None:
         """A new request comes; a refused one may have had its id."""
@@ -402,5 +349,6 @@ class Prefetches:
         """``state``: refused or ended."""
         with self.lock:
             prefetch.state = self._final[prefetch.request_id] = state
+            self.hits.pop(prefetch, None)
             if len(self._final) > _REMEMBERED:
                 self._final.popitem(last=False)

@@ -31,10 +31,10 @@ def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
         waiting.left()
     result = original(cache, *a, **kw)
     with catching():
-        turn.operations = prefetches.to_look_at()
-        waiting.fetched(cache, turn.operations)
+        waiting.fetched(cache)
     if gate is not None:
         gate.propose_ends(turn)
+    prefetches.changed = {}
     if ours is not None:
         ours.begin_turn(turn)
     if l3 is not None:
@@ -67,8 +67,8 @@ def around_drain(
         n_storage_hit = waiting.with_room(cache, n_storage_hit)
     asked, reports = controller.prefetch_hit_queue.queue, controller.ack_prefetch_queue.queue
     taken = list(itertools.islice(reports, n_ack_prefetch or 0))
-    read = [report.operation for report in taken]
-    running = [operation for operation in read if prefetches.of(operation).info is not None]
+    running = {one.operation: prefetches.of(one.operation) for one in taken}
+    running = {one: prefetch for one, prefetch in running.items() if prefetch.info is not None}
     if getattr(controller, "eager", None) is not None:
         # Plugins are imported before SGLang can be.
         from hcache_backend.sglang.controller import apply_reports
@@ -80,7 +80,7 @@ def around_drain(
             cache, list(itertools.islice(controller.ack_backup_queue.queue, n_backup))
         )
     result = original(cache, n_storage_hit, n_ack_prefetch, n_backup, *a, **kw)
-    prefetches.got_on(running)
+    prefetches.changed.update(running)
     with catching():
         over = [report.operation for report in taken if report.completed_req]
         for operation in over:
@@ -108,7 +108,6 @@ def around_prefetch(original: Original, cache: Any, request: Any, *a: Any, **kw:
     given, asks = inspect.signature(original).bind(cache, request, *a, **kw), True
     asked = given.arguments
     with catching():
-        cache.ongoing_prefetch = current().prefetches.follow(cache.ongoing_prefetch)
         gate = gate_of(cache)
         if gate is not None and request not in cache.ongoing_prefetch:
             before = len(asked.get("matched_prefix_tokens") or ())
@@ -123,7 +122,10 @@ def around_prefetch(original: Original, cache: Any, request: Any, *a: Any, **kw:
         # All that L1 and L2 have of the prompt; SGLang leaves out the keys of the last node.
         asked["prefix_keys"] = prefix = keys_to(cache, asked["last_host_node_id"])
         l3.use(prefix)
-    return original(*given.args, **given.kwargs)
+    result = original(*given.args, **given.kwargs)
+    if request not in cache.ongoing_prefetch:
+        current().prefetches.waiting.pop(request.rid, None)  # SGLang did not begin it
+    return result
 
 
 def _has_front(cache: Any, asked: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ an answer stays in HiCache's queue until there is room. All ranks, and pipeline 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -18,6 +18,7 @@ from hcache_backend.prefetch.prefetch import Held, Prefetches
 from hcache_backend.sglang.compat import restart_timeout
 from hcache_backend.sglang.runtime import current
 
+_JUDGED = 16  # answers that a turn looks at again while they wait for room
 _SHARE = 2  # at most half of host memory is held or being read: backups need the other half
 
 
@@ -33,16 +34,22 @@ def with_room(cache: Any, answered: int | None) -> int | None:
     if answered is None or not follows(cache):
         return answered
     controller.prefetch_capacity_limit = sys.maxsize  # room is judged here, by what L3 has
-    running = [info.operation for info in cache.ongoing_prefetch.values()] if answered else []
-    reading = [operation for operation in running if operation.host_indices is not None]
-    filled = _releasable(cache, prefetches) if answered else 0
-    filled += sum(len(one.host_indices) for one in reading)
-    answers, taken, waiting = controller.prefetch_hit_queue, list[Any](), list[Any]()
+    prefetches.short_of_room = False
+    if not answered:
+        return 0
+    reading = list(prefetches.reading)
+    filled = _releasable(prefetches) + sum(len(one.host_indices) for one in reading)
+    answers, taken = controller.prefetch_hit_queue, dict[Any, None]()
     with answers.not_empty:  # the first pipeline stage has them, and later ones get them
         answers.not_empty.wait_for(lambda: len(answers.queue) >= answered)
+    queued, known = list(islice(answers.queue, answered)), len(prefetches.answers)
+    if queued[:known] != prefetches.answers:  # a flush has emptied the queue
+        known = 0
+    looked = queued[: min(known, _JUDGED)]  # of those that have waited before
     short, allotted = False, 0
-    for operation in list(islice(answers.queue, answered)):
-        needed = _tokens_to_read(cache, operation, reading)
+    for place, operation in enumerate([*looked, *queued[known:]]):
+        short |= place == len(looked) < known
+        needed = _tokens_to_read(cache, operation, reading, short)
         if needed and not short:
             short = bool(filled) and filled + needed > _room(cache)
             if not short and not _make_room(cache, allotted + needed):
@@ -52,17 +59,19 @@ def with_room(cache: Any, answered: int | None) -> int | None:
                     cache.revoke_pending_prefetch(operation.handle)
                     needed = 0
         if needed is None or (needed and short):  # those behind it do not overtake it
-            restart_timeout(cache, operation)  # it is not read yet
-            waiting.append(operation)
             continue
-        taken.append(operation)
+        taken[operation] = None
         if needed:
             filled, allotted = filled + needed, allotted + needed
             reading.append(operation)
-    if waiting:
+    prefetches.answers = [operation for operation in queued if operation not in taken]
+    if taken:
         with answers.mutex:
-            for place, operation in enumerate([*taken, *waiting]):
+            for place, operation in enumerate([*taken, *prefetches.answers]):
                 answers.queue[place] = operation
+    if cache.prefetch_stop_policy == "timeout":
+        for operation in prefetches.answers:  # they are not read yet
+            restart_timeout(cache, operation)
     prefetches.short_of_room = short
     return len(taken)
 
@@ -95,28 +104,31 @@ def _is_idle() -> bool:
     return all(batch is None or batch.is_empty() for batch in batches)
 
 
-def _releasable(cache: Any, prefetches: Prefetches) -> int:
+def _releasable(prefetches: Prefetches) -> int:
     """Tokens that are let go of even if no answer is taken now: they wait for batches only."""
-    running = [info.operation for info in cache.ongoing_prefetch.values()]
-    unread = {id(operation) for operation in running if operation.host_indices is None}
-    queued = (request.rid for request in prefetches.scheduler.waiting_queue)
-    held = (prefetches.held[rid] for rid in queued if rid in prefetches.held)
-    found: dict[Any, int] = {}
-    for one in held:
-        if id(one.operation) not in unread:
-            found[one.node] = max(one.tokens, found.get(one.node, 0))
-    return sum(found.values())
+    if prefetches.releasable is None:
+        held, most = prefetches.held, dict[Any, int]()
+        queue = prefetches.scheduler.waiting_queue
+        for one in [held[request.rid] for request in queue if request.rid in held]:
+            if one.operation is None or one.operation in prefetches.reading:
+                node = one.request.last_host_node
+                most[node] = max(one.tokens, most.get(node, 0))
+        prefetches.releasable = sum(most.values())
+    return prefetches.releasable
 
 
-def _tokens_to_read(cache: Any, operation: Any, reading: Sequence[Any]) -> int | None:
+def _tokens_to_read(cache: Any, operation: Any, reading: Sequence[Any], short: bool) -> int | None:
     """Tokens that HiCache would read for an answer. None: another prefetch reads the first ones."""
     info, tokens = cache.ongoing_prefetch.get(operation.handle), int(operation.storage_hit_count)
     wanted = info is not None and info.operation is operation and not operation.is_terminated()
     if not wanted or tokens < cache.prefetch_threshold:
         return 0
+    prefetch = current().prefetches.of(operation)
+    if short and not prefetch.behind:
+        return tokens
     if any(_note_behind(operation, other, cache.page_size) for other in reading):
         return None
-    if current().prefetches.of(operation).behind:
+    if prefetch.behind:
         cache.revoke_pending_prefetch(operation.handle)
         cache.storage_prefetch_retries.refetch(operation.handle.rid)
         return 0
@@ -128,7 +140,8 @@ def _note_behind(operation: Any, other: Any, page: int) -> bool:
     start = operation.storage_start - other.storage_start
     first = operation.token_ids.token_ids[:page]
     behind = start >= 0 and other.token_ids.token_ids[start : start + page] == first
-    current().prefetches.of(operation).behind |= behind
+    if behind:
+        current().prefetches.of(operation).behind = True
     return behind
 
 
@@ -139,33 +152,30 @@ def came(scheduler: Any, request: Any) -> None:
     if not getattr(cache, "enable_storage", False):
         return
     info = cache.ongoing_prefetch.get(request.cache_request_handle)
-    held = Held(request, operation=None if info is None else info.operation)
-    prefetches.held[request.rid] = held
-    prefetches.came.append(request)
+    held = Held(request, None if info is None else info.operation)
+    prefetches.held[request.rid], prefetches.queue = held, None
+    if info is not None:
+        prefetches.fetching[request.rid] = held
     there, short = request.host_hit_length, prefetches.short_of_room
-    if there and not short and prefetches.held_tokens.tokens + there <= _room(cache):
+    if there and not short and prefetches.held_tokens + there <= _room(cache):
         _hold(cache, held)
 
 
 def _hold(cache: Any, held: Held) -> None:
     """Keep what host memory has of a prompt, by its last look-up."""
     node, tokens = held.request.last_host_node, held.request.host_hit_length
-    _let_go(held)
+    if held.let_go is not None:
+        held.let_go()
+        held.tokens, held.let_go = 0, None
     if tokens and follows(cache) and cache.is_backuped(node):
         receipt = cache.inc_host_lock_ref(node).to_dec_params()
-        held.unlock = partial(_unlock, cache, cache.storage_prefetch_retries, node, receipt)
-        held.node, held.tokens = node, tokens
-        current().prefetches.held_tokens.add(node, tokens)
+        held.let_go = partial(_let_go, cache, cache.storage_prefetch_retries, node, receipt)
+        held.tokens = tokens
+        current().prefetches.hold(node, tokens)
 
 
-def _let_go(held: Held) -> None:
-    if held.unlock is not None:
-        current().prefetches.held_tokens.add(held.node, held.tokens, -1)
-        held.unlock()
-        held.tokens, held.unlock = 0, None
-
-
-def _unlock(cache: Any, retries: Any, node: Any, receipt: Any) -> None:
+def _let_go(cache: Any, retries: Any, node: Any, receipt: Any) -> None:
+    current().prefetches.let_go(node)
     if cache.storage_prefetch_retries is retries:  # otherwise a flush has emptied the tree
         cache.dec_host_lock_ref(node, receipt)
 
@@ -173,39 +183,31 @@ def _unlock(cache: Any, retries: Any, node: Any, receipt: Any) -> None:
 def left() -> None:
     """Before HiCache's part of a turn: what does not wait any more lets go of its prompt."""
     prefetches = current().prefetches
-    if prefetches.scheduler is None:
-        return
-    prefetches.waits_for_gpu()
-    came = prefetches.came + prefetches.requests.left
-    prefetches.came, prefetches.requests.left = [], []
-    bootstrap = getattr(prefetches.scheduler, "disagg_prefill_bootstrap_queue", None)
-    before = set(map(id, bootstrap.queue)) if came and bootstrap is not None else ()
-    for request in came:
-        held = prefetches.held.get(request.rid)
-        if request in prefetches.requests or held is None or held.request is not request:
-            continue
-        if id(request) in before:  # of the waiting queue
-            prefetches.came.append(request)
-        else:
-            _gone(request.rid)
+    if prefetches.held:
+        bootstrap = getattr(prefetches.scheduler, "disagg_prefill_bootstrap_queue", None)
+        queued = [*prefetches.scheduler.waiting_queue]
+        queued += () if bootstrap is None else bootstrap.queue
+        if queued != prefetches.queue:
+            prefetches.queue, prefetches.releasable = queued, None
+            waiting = {request.rid for request in queued}
+            for rid in [rid for rid in prefetches.held if rid not in waiting]:
+                _gone(rid)
 
 
-def fetched(cache: Any, operations: Iterable[Any]) -> None:
-    """Called in every turn, behind HiCache's part: hold what prefetches have brought. All that are
-    over are among ``operations``."""
-    prefetches = current().prefetches
-    for operation in operations:
-        prefetch, held = prefetches.of(operation), prefetches.held.get(operation.request_id)
+def fetched(cache: Any) -> None:
+    """Called in every turn, behind HiCache's part: hold what prefetches have brought."""
+    for operation, prefetch in current().prefetches.changed.items():
+        held, meeting = current().prefetches.held.get(prefetch.request_id), prefetch.meeting
         if prefetch.info is not None or held is None or held.operation is not operation:
             continue
-        request, meeting, held.operation = held.request, prefetch.meeting, None
+        held.operation = None
         held.computed = 0 if meeting is None else meeting.front * cache.page_size
         held.read += max(0, operation.completed_tokens - held.computed)
         if operation.completed_tokens:
             for info in cache.ongoing_prefetch.values():
                 if info.operation.host_indices is None:
                     _note_behind(info.operation, operation, cache.page_size)
-            request.init_next_round_input(cache, cow_mamba=False)  # as SGLang looks a prefix up
+            held.request.init_next_round_input(cache, cow_mamba=False)  # SGLang's look-up
             _hold(cache, held)
 
 
@@ -220,7 +222,10 @@ def count_used(requests: Sequence[Any]) -> None:
 
 
 def _gone(rid: str) -> None:
-    held = current().prefetches.held.pop(rid, None)
+    prefetches = current().prefetches
+    held = prefetches.held.pop(rid, None)
+    prefetches.fetching.pop(rid, None)
     if held is not None:
         metrics.L3_TOKENS.add(unused=held.read)
-        _let_go(held)
+        if held.let_go is not None:
+            held.let_go()

@@ -24,9 +24,8 @@ def turn_of_checks(checks: Any, reduce: Reduce = alone) -> None:
 
 def turn_of(part: Any, cache: Any, reduce: Reduce = alone) -> None:
     """A turn of a controller, or of eager loads."""
-    turn, prefetches = Turn(cache), Operation.prefetches
-    cache.ongoing_prefetch = prefetches.follow(cache.ongoing_prefetch)
-    turn.operations = prefetches.to_look_at()
+    turn = Turn(cache)
+    cache.ongoing_prefetch = Operation.prefetches.follow(cache.ongoing_prefetch)
     if hasattr(part, "begin_turn"):
         part.begin_turn(turn)
         turn.agree(reduce)

@@ -6,8 +6,8 @@ from itertools import compress
 from typing import Any
 
 from hcache_backend.prefetch.estimates import Estimates, L3Progress
-from hcache_backend.prefetch.gate import HitGate
-from hcache_backend.prefetch.prefetch import FIRST, Prefetch, Prefetches, Recomputing
+from hcache_backend.prefetch.gate import _JUDGED, HitGate
+from hcache_backend.prefetch.prefetch import Prefetch, Prefetches, Recomputing
 
 STEP = 128
 
@@ -79,11 +79,10 @@ def refused(gate: Gate, name: str) -> bool:
 
 def turn(gate: Gate, *running: Prefetch) -> list[str]:
     """One turn of a single rank; whose prefetches end."""
-    over = [one for one in gate.prefetches.waiting.values() if one not in running]
-    for one in over:
-        one.info = None
-    *ends, stalled = gate.to_end(running[:FIRST], over)
-    ended = [*compress(running, ends), *(running[FIRST:] if stalled else ())]
+    for one in {*gate.prefetches.waiting.values()} - {*running}:
+        gate.prefetches.over(one)
+    *ends, stalled = gate.to_end(running[:_JUDGED])
+    ended = [*compress(running, ends), *(running[_JUDGED:] if stalled else ())]
     gate.agreed(ended, stalled)
     return [one.request_id for one in ended]
 
@@ -99,7 +98,6 @@ def at(
 ) -> Prefetch:
     """A prefetch as it is in a turn."""
     prefetch = named(gate, name)
-    prefetch.info = name
     prefetch.arrived, prefetch.step, prefetch.whole, prefetch.lost = arrived, step, whole, lost
     if reachable is not None:
         prefetch.reachable = reachable

@@ -21,16 +21,8 @@ from hcache_backend.prefetch.estimates import (
     Estimate,
     waited_for_core,
 )
-from hcache_backend.prefetch.gate import Gpu
-from hcache_backend.prefetch.prefetch import (
-    FIRST,
-    Hit,
-    Meeting,
-    Prefetch,
-    Prefetches,
-    Recomputing,
-    State,
-)
+from hcache_backend.prefetch.gate import _JUDGED, Gpu
+from hcache_backend.prefetch.prefetch import Hit, Meeting, Prefetch, Prefetches, Recomputing, State
 from tests.unit.hits.gates import (
     STEP,
     Gate,
@@ -165,7 +157,7 @@ def test_a_turn_estimates_no_more_if_more_hits_wait(monkeypatch: pytest.MonkeyPa
         running = [at(gate, name) for name in names]
         calls.clear()
         for _ in range(2):
-            gate.to_end(running[:FIRST])
+            gate.to_end(running[:_JUDGED])
         found.append(dict(calls))
     assert found[0] == found[1]
     assert found[0]["_median"] <= 6 and found[0]["until_there"] <= 40

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from hcache_backend.prefetch.prefetch import Prefetches
+from hcache_backend.prefetch.prefetch import Held, Prefetches
 from hcache_backend.prefetch.slices import RUNNING_LIMIT, Governor, SliceBudget
-from tests.kit.prefetch import Operation
 
 SIZE, LAYERS = 256, 4
 PER_TOKEN = 0.001
@@ -130,16 +129,14 @@ def scheduler_of(
         running_batch=batch(running),
         last_batch=last,
         chunked_req=chunked,
-        waiting_queue=[SimpleNamespace(cache_request_handle=name) for name in waiting],
-        tree_cache=SimpleNamespace(ongoing_prefetch={name: Operation(0, 1) for name in reading}),
+        waiting_queue=list(waiting),
+        reading={name: Held(name) for name in reading},
     )
 
 
 def looked_at(scheduler: Any, found: Governor | None = None) -> Governor:
     prefetches, found = Prefetches(), found or Governor()
-    prefetches.scheduler = scheduler
-    cache = scheduler.tree_cache
-    cache.ongoing_prefetch = prefetches.follow(cache.ongoing_prefetch)
+    prefetches.scheduler, prefetches.fetching = scheduler, getattr(scheduler, "reading", {})
     found.look(prefetches)
     return found
 
@@ -189,7 +186,7 @@ def test_a_scheduler_that_cannot_be_asked_is_asked_once(caplog: pytest.LogCaptur
     """What would be recomputed in slices is then left to the load."""
     broken = Governor()
     for _ in range(3):
-        looked_at(SimpleNamespace(chunked_req=None, tree_cache=scheduler_of().tree_cache), broken)
+        looked_at(SimpleNamespace(chunked_req=None), broken)
         assert broken.pace == (0.0, "put_off_waiting")
     assert len(caplog.records) == 1
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hcache_backend.sglang import runtime as runtimes
-from tests.engine.in_process.hits.crowd import COUNTS, Crowd
+from tests.engine.in_process.hits.crowd import COUNTS, Asked, Crowd
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +47,13 @@ def asked(hits: int) -> Crowd:
     return crowd
 
 
+def without_room(hits: int) -> Crowd:
+    crowd = Crowd(hits)
+    crowd.answer(reads=False)
+    crowd.turn()
+    return crowd
+
+
 def assert_as_many(crowd_of: Callable[[int], Crowd], step: Callable[[Crowd], Any]) -> None:
     found = {}
     for hits in COUNTS:
@@ -55,7 +62,7 @@ def assert_as_many(crowd_of: Callable[[int], Crowd], step: Callable[[Crowd], Any
     assert len({*found.values()}) == 1, found
 
 
-@pytest.mark.parametrize("crowd_of", [asked, reading])
+@pytest.mark.parametrize("crowd_of", [asked, reading, without_room])
 def test_a_turn_with_nothing_new(crowd_of: Callable[[int], Crowd]) -> None:
     assert_as_many(crowd_of, Crowd.turn)
 
@@ -68,7 +75,7 @@ def test_a_turn_in_which_pages_have_arrived() -> None:
     assert_as_many(reading, step)
 
 
-@pytest.mark.parametrize("crowd_of", [asked, reading])
+@pytest.mark.parametrize("crowd_of", [asked, reading, without_room])
 @pytest.mark.parametrize("place", [0, 20])
 def test_a_turn_after_a_request_has_left(crowd_of: Callable[[int], Crowd], place: int) -> None:
     def step(crowd: Crowd) -> None:
@@ -85,3 +92,19 @@ def test_a_turn_after_a_request_has_left(crowd_of: Callable[[int], Crowd], place
 @pytest.mark.parametrize("crowd_of", [asked, reading])
 def test_a_request_comes(crowd_of: Callable[[int], Crowd]) -> None:
     assert_as_many(crowd_of, Crowd.receive)
+
+
+def test_an_l3_that_is_stalled_ends_all_prefetches(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = reading(12)
+    found = [info.operation for info in crowd.cache.ongoing_prefetch.values()]
+    ended: list[Asked] = []
+
+    def mark(operation: Asked) -> None:
+        ended.append(operation)
+
+    monkeypatch.setattr(Asked, "mark_terminate", mark, raising=False)
+    monkeypatch.setattr(crowd.gate.l3, "seems_stalled", lambda now: True)
+    crowd.turn()
+    assert ended == found
+    assert all(crowd.gate.prefetches.of(one).refused for one in found)
+    assert crowd.gate.prefetches.hits == {}

@@ -207,7 +207,6 @@ def test_what_was_recomputed_long_ago_is_in_front_of_no_batch(scene: Scene, done
     slices.done = False
     recompute(slices.eager)
     slices.done = done
-    slices.eager.restores.end("a")
     turn_of(slices.eager, SimpleNamespace(cache_controller=None, ongoing_prefetch={}))
     assert slices.eager.take_recomputed() == (not done)
 

@@ -216,11 +216,13 @@ def test_look_ups_on_behalf_of_nobody_are_not_judged(slow_l3: HitGate) -> None:
 def test_a_slow_prefetch_ends_unless_that_would_discard_what_has_arrived(
     kind: dict[str, Any], gate: HitGate
 ) -> None:
+    assert gate.may_ask("a", 0)
     look_up(asking(), **kind)
     operation = prefetch(**kind)
     became_slow(gate)
     turn = Turn(cache := cache_of(SimpleNamespace()))
-    cache.ongoing_prefetch = {"a": SimpleNamespace(operation=operation)}
+    ongoing = {"a": SimpleNamespace(operation=operation)}
+    cache.ongoing_prefetch = gate.prefetches.follow(ongoing)
     gate.propose_ends(turn)
     turn.agree(alone)
     gate.apply_ends()
@@ -245,11 +247,12 @@ def test_a_hit_has_a_front_only_behind_tokens_that_are_on_the_device(
     )
 
     def ask(cache: Any, request: Any, last_host_node_id: str, new_input_tokens: Any) -> str:
+        assert (gate.prefetches.waiting["a"].recomputing is not None) is recomputed
         return "asked"
 
     given = CacheRequestHandle("a", 0), node, list(range(pages * SIZE + SIZE - 1))
     assert radix_cache.around_prefetch(ask, cache, *given) == "asked"
-    assert (gate.prefetches.waiting["a"].recomputing is not None) is recomputed
+    assert gate.prefetches.waiting == {}, "SGLang did not begin it"
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ class Cache:
     """HiCache's, with ``free`` tokens of host memory and as many that it may evict."""
 
     page_size, prefetch_threshold, is_write_back = PAGE, PAGE, False
+    prefetch_stop_policy = "timeout"
     enable_storage, storage_prefetch_retries = True, None
     _storage_prefetch_wait: dict[Any, Any]
     prefetches: Prefetches
@@ -87,7 +88,8 @@ class Cache:
 
     def looked_at(self) -> None:
         """A turn is at the point behind HiCache's part."""
-        waiting.fetched(self, self.prefetches.to_look_at())
+        waiting.fetched(self)
+        self.prefetches.changed = {}
 
     def take(self) -> list[str]:
         """Names of the answers that may be taken, which are then being read."""
@@ -97,6 +99,8 @@ class Cache:
         names = []
         for operation in [answers.get() for _ in range(taken)]:
             operation.host_indices = range(operation.storage_hit_count)
+            if info := self.ongoing_prefetch.get(operation.handle):
+                self.ongoing_prefetch[operation.handle] = info
             self.free -= operation.storage_hit_count
             names.append(operation.handle.rid)
         return names
@@ -134,6 +138,57 @@ def test_answers_are_taken_in_order_as_far_as_half_of_host_memory(cache: Cache) 
     del cache.ongoing_prefetch[operations[0].handle]
     cache.free += 320
     assert cache.take() == ["2"]
+
+
+def test_many_answers_wait_for_room_in_their_order(cache: Cache) -> None:
+    """Most of them are looked at once, and then when those before them are taken."""
+    operations = [Operation(str(n), 320, 1000 * n) for n in range(60)]
+    cache.answer(*operations)
+    assert cache.take() == ["0", "1"]
+    cache.answer(Operation("late", 16, 90_000), Operation("nothing", 0, 91_000))
+    assert cache.take() == ["nothing"], "no request waits for an answer that needs no room"
+    aborted = operations.pop(50)
+    del cache.ongoing_prefetch[aborted.handle]
+    for read, first in zip(operations, operations[2:-1], strict=False):
+        del cache.ongoing_prefetch[read.handle]
+        cache.free += 320
+        assert [name for name in cache.take() if name != "50"] == [first.request_id]
+        assert cache.prefetches.short_of_room
+
+
+def test_a_flush_forgets_the_answers_that_waited(cache: Cache) -> None:
+    cache.answer(*(Operation(str(n), 640, 1000 * n) for n in range(40)))
+    assert cache.take() == ["0"]
+    cache.cache_controller.prefetch_hit_queue.queue.clear()
+    cache.ongoing_prefetch = cache.prefetches.follow({})
+    assert cache.prefetches.reading == cache.prefetches.waiting == {}
+    cache.answer(*(Operation(str(n), 320, 1000 * n) for n in range(30)))
+    cache.answer(Operation("nothing", 0, 90_000))
+    assert cache.take() == ["0", "1", "nothing"]
+
+
+def test_nothing_overtakes_an_answer_that_no_turn_looks_at(cache: Cache) -> None:
+    cache.answer(Operation("a", 320, 0), *(Operation(f"like a {n}", 320, 0) for n in range(20)))
+    cache.answer(Operation("large", 640, 5000))
+    assert cache.take() == ["a"]
+    cache.answer(Operation("small", 16, 9000))
+    assert cache.take() == []
+
+
+def test_requests_that_wait_for_their_decode_server_do_not_wait_for_the_gpu(cache: Cache) -> None:
+    first, other = waiting_request("a"), waiting_request("b")
+    cache.answer(Operation("a", 320, 0))
+    waiting.came(cache.scheduler, first)
+    waiting.came(cache.scheduler, other)
+    early = cache.scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[first, other])
+    waits = cache.prefetches.waits_for_gpu
+    assert not waits()
+    early.queue, cache.scheduler.waiting_queue = [first], [other]
+    assert waits()
+    early.queue, cache.scheduler.waiting_queue = [other], [first]
+    assert not waits()
+    cache.revoke_pending_prefetch(first.cache_request_handle)
+    assert waits()
 
 
 def test_a_hit_waits_for_room_and_is_read_in_part_if_nothing_gives_any(cache: Cache) -> None:
@@ -197,7 +252,7 @@ def test_a_prompt_that_many_requests_share_counts_once(cache: Cache) -> None:
     cache.prefetches.short_of_room = True
     waiting.came(cache.scheduler, waiting_request("late", 160))
     assert held["late"].tokens == 0
-    assert cache.prefetches.held_tokens.tokens == 160, "others hold the node"
+    assert cache.prefetches.held_tokens == 160, "others hold the node"
 
 
 def test_hits_do_not_wait_for_a_decode_server(cache: Cache) -> None:
