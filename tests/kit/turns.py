@@ -25,7 +25,8 @@ def turn_of_checks(checks: Any, reduce: Reduce = alone) -> None:
 def turn_of(part: Any, cache: Any, reduce: Reduce = alone) -> None:
     """A turn of a controller, or of eager loads."""
     turn = Turn(cache)
-    cache.ongoing_prefetch = Operation.prefetches.follow(cache.ongoing_prefetch)
+    if hasattr(cache, "ongoing_prefetch"):
+        cache.ongoing_prefetch = Operation.prefetches.follow(cache.ongoing_prefetch)
     if hasattr(part, "begin_turn"):
         part.begin_turn(turn)
         turn.agree(reduce)

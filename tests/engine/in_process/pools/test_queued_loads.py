@@ -10,7 +10,9 @@ import torch
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.host.loads import LoadQueue, Prepared, QueuedLoad
 from hcache_backend.plan.restore import Partition, Restore
+from hcache_backend.prefetch.prefetch import Prefetches
 from hcache_backend.restore.layers import Recompute
+from hcache_backend.sglang import radix_cache
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.radix_cache import TURN
 from hcache_backend.streams import Stream, current_stream
@@ -213,8 +215,12 @@ def test_nobody_gets_layers_that_are_stored_nowhere_and_were_not_recomputed() ->
     assert told == ["layers that are not stored cannot be recomputed any more"]
 
 
-def test_one_of_several_ranks_does_not_go_on_when_its_recomputation_failed() -> None:
+def test_one_of_several_ranks_does_not_go_on_when_its_recomputation_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The others wait for it in the model's collectives."""
+    process = SimpleNamespace(prefetches=Prefetches())
+    monkeypatch.setattr(radix_cache, "current", lambda: process)
     loads = queue(Partition(2, 2, 0), ranks=2)
 
     def end_turn(turn: object) -> None:  # slices are recomputed there
@@ -222,6 +228,7 @@ def test_one_of_several_ranks_does_not_go_on_when_its_recomputation_failed() -> 
 
     controller = SimpleNamespace(begin_turn=lambda turn: None, end_turn=end_turn)
     cache = SimpleNamespace(cache_controller=controller, _all_reduce_attn_groups=alone)
+    cache.ongoing_prefetch = {}
     with pytest.raises(RuntimeError, match="out of memory"):
         guarded(TURN)(lambda cache: None, cache)
 
