@@ -193,7 +193,7 @@ $(VENV)/.aiperf: requirements/aiperf.txt | $(VENV)/.created
 	@requirements/pip.sh $(VENV)/aiperf/bin/python install -r requirements/aiperf.txt
 	@touch $@
 
-# Agents' conversations by SGLang's benchmark and AIPerf, without L3, with `file` and with ours. Twelve
+# Agents' conversations by SGLang's benchmark and AIPerf, without L3, with `file` and with ours. Twenty
 # minutes, alone.
 bench-clients: setup $(VENV)/.aiperf
 	$(BIN)/python -m bench.clients $(ARGS)

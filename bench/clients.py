@@ -232,8 +232,8 @@ PROGRAM = Program(
     measure=measure,
     settings=(
         Setting("--clients", names(list(CLIENTS)), list(CLIENTS), "that send the conversations"),
-        Setting("--conversations", at_least(1), 8, "of agents"),
-        Setting("--turns", at_least(2), 4, "of each"),
+        Setting("--conversations", at_least(1), 5, "of agents"),
+        Setting("--turns", at_least(2), 3, "of each"),
         Setting("--tokens", at_least(1), 48, "divides lengths"),
         Setting("--speed", at_least(1.0), 10.0, "divides idle times (AIPerf)"),
         Setting("--rounds", at_least(1), 3, "with everything in L3"),
