@@ -367,8 +367,10 @@ FP8 = [
     *(
         row(
             *("qwen3", "own"),
-            **OF_FP8 | FRONTS | {"changes": {}, "hcache": KV | RECOMPUTED, "weights": kind},
-            extra_env=OF_FP8["extra_env"] | FRONTS["extra_env"],
+            **OF_FP8
+            | FRONTS
+            | {"changes": {}, "hcache": KV | RECOMPUTED, "weights": kind}
+            | {"extra_env": OF_FP8["extra_env"] | FRONTS["extra_env"]},
         )
         for kind in INDEPENDENT
     ),
