@@ -10,7 +10,6 @@ page cache, and a server forgets everything behind each run.
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,15 +21,13 @@ from statistics import fmean, median, quantiles
 from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
-import torch
-
 from bench.fixtures.models import real_model
 from bench.fixtures.smollm2 import TITLE
 from bench.fixtures.text import library_tokens
 from bench.harness.methods import METHODS, Method, server_options
 from bench.harness.program import Program, Run, Setting, at_least, names, scratch, steps
 from bench.harness.report import Picture, Results, Row, Series, Table, by
-from bench.harness.restorer import Restorer, forget_files, restorer
+from bench.harness.restorer import Restorer, forget_files, resting, restorer
 from bench.harness.server import ServerError
 from bench.harness.turns import NO_L3
 from bench.workload.agents import agentic_trace, conversation, mooncake_trace, short_sessions
@@ -165,7 +162,6 @@ def measure(run: Run) -> Results:
     given = run.given
     if AIPERF in given.clients and not _AIPERF.exists():
         run.parser.error(f"--clients: {AIPERF} is not installed; `make bench-clients` does it")
-    torch.set_num_threads(1)
     found: dict[tuple[str, str, str], list[Row]] = {}
     model, total = real_model("smollm2"), len(COMPARED) + given.rounds
     with scratch() as scratched, steps(total) as advance, ExitStack() as stack:
@@ -187,8 +183,7 @@ def measure(run: Run) -> Results:
                     for client in given.clients:
                         one = replay(server, client, trace, folder / name)
                         found[client, name, FILL] = [one]
-            servers[name] = stack.enter_context(restorer(options, folder / name / "l3"))
-            servers[name].server.signal(signal.SIGSTOP)
+            servers[name] = stack.enter_context(resting(options, folder / name / "l3"))
         for number in range(given.rounds):
             advance(f"round {number}")
             for client in given.clients:

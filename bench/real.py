@@ -39,7 +39,7 @@ from bench.harness.program import (
     steps,
 )
 from bench.harness.report import Column, Columns, Picture, Results, Row, Series, Table
-from bench.harness.restorer import Restorer, l3_bytes, restorer
+from bench.harness.restorer import Restorer, l3_bytes, resting, restorer
 from bench.harness.rounds import median_interval
 from bench.harness.turns import NO_L3, QUESTION
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
@@ -115,10 +115,7 @@ def restarted(
         if name != NO_L3:
             with restorer(options, place / "l3") as before:
                 before.store(text.history)
-        after = stack.enter_context(restorer(options, place / "l3"))
-        with after.turn():
-            pass
-        yield after
+        yield stack.enter_context(resting(options, place / "l3"))
 
 
 def kv_bytes(model: Path, dtype: str) -> int:

@@ -18,7 +18,6 @@ once, with tokens that none has had before.
 import asyncio
 import math
 import random
-import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from bench.harness.models import SMALL, VOCABULARY
 from bench.harness.options import ADMIN_KEY
 from bench.harness.program import MODEL, Program, Run, Setting, at_least, scratch, steps
 from bench.harness.report import Column, Picture, Results, Row, Series, Table
-from bench.harness.restorer import Restorer, restorer
+from bench.harness.restorer import Restorer, resting
 from bench.workload.agents import WINDOW, Session, agent_sessions, generated
 
 SEED, IDLE_S = 1, 10.0
@@ -155,8 +154,7 @@ def measure(run: Run) -> Results:
                 # The others' weights and pools count as used.
                 extra_args=("--mem-fraction-static", "0.5", *given.server_args),
             )
-            servers[way] = stack.enter_context(restorer(options, folder / way / "l3"))
-            servers[way].server.signal(signal.SIGSTOP)
+            servers[way] = stack.enter_context(resting(options, folder / way / "l3"))
         for number, turns in enumerate(rounds):
             for way in random.Random(number).sample([*WAYS], len(WAYS)):
                 advance(f"round {number}, {WAYS[way][0]}")

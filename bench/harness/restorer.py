@@ -183,6 +183,18 @@ def restorer(options: ServerOptions, l3: Path) -> Iterator[Restorer]:
         yield Restorer(server, folder, l3)
 
 
+@contextmanager
+def resting(options: ServerOptions, l3: Path) -> Iterator[Restorer]:
+    """Like :func:`restorer`, but the server runs only in its turns: others have the machine."""
+    with restorer(options, l3) as restored:
+        with restored.turn():
+            pass
+        try:
+            yield restored
+        finally:  # a stopped process does not end
+            restored.server.signal(signal.SIGCONT)
+
+
 def l3_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in page_files(folder))
 

@@ -1,7 +1,6 @@
 """Servers that take turns at a history in L3, which on the CPU engine is as slow as one wants."""
 
 import random
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 from bench.harness.machine import Machine
 from bench.harness.methods import PAGE_SIZE, Method, server_options
-from bench.harness.restorer import Restore, Restorer, l3_bytes, restored_from_l3, restorer
+from bench.harness.restorer import Restore, Restorer, l3_bytes, resting, restored_from_l3
 
 QUESTION = PAGE_SIZE  # tokens after the history, which are computed in any case
 _NEW = 1_000_000  # numbers of histories from here on are asked for once
@@ -127,10 +126,9 @@ def taking_turns(
                 extra_args=("--mem-fraction-static", "0.5", *extra_args),
                 **options,
             )
-            restored = stack.enter_context(restorer(served, folder / "l3"))
-            stack.callback(restored.server.signal, signal.SIGCONT)
-            restored.store(history(tokens))
-            restored.server.signal(signal.SIGSTOP)
+            restored = stack.enter_context(resting(served, folder / "l3"))
+            with restored.turn():
+                restored.store(history(tokens))
             servers[name] = restored
         turns.bytes = {name: l3_bytes(restored.l3) for name, restored in servers.items()}
         prompts = [turns.new_question() for _ in range(3)]

@@ -26,7 +26,7 @@ from hcache_kernels.codecs import KV, LATENT, Codec, Cut, UnsupportedRows, make_
 from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
 from hcache_kernels.pages.kernel import LayerTable, gather_launch, gather_planes_launch
 
-_ENCODED_BYTES = 64 << 20  # on the device at once, of backups and of loads: not planned memory
+_ENCODED_BYTES = 64 << 20  # of the device's memory, for backups and for loads each
 
 
 class KVSegments:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -223,7 +223,7 @@ class Held:
     let_go: Callable[[], object] | None = None  # allows their eviction; None: they are not held
 
 
-class Ongoing(dict[Hashable, Record]):
+class Ongoing(UserDict[Hashable, Record]):
     """SGLang's prefetches by request, in the place of its cache's ``dict``. It tells which ones
     come, begin to be read and go (``tell(record, over)``): no turn has to look at all."""
 
@@ -236,13 +236,7 @@ class Ongoing(dict[Hashable, Record]):
         self._tell(record, False)
 
     def __delitem__(self, request: Hashable) -> None:
-        self._tell(super().pop(request), True)
-
-    def pop(self, request: Hashable, *default: Any) -> Any:
-        found = self.get(request, *default)
-        if request in self:
-            del self[request]
-        return found
+        self._tell(self.data.pop(request), True)
 
 
 class Prefetches:
