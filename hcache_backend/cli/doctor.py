@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from importlib import metadata
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -36,7 +36,7 @@ from hcache_backend.server_report import read_report
 from hcache_backend.sglang.compat import sglang_version, untested
 from hcache_backend.store import FileOps, is_store_folder
 from hcache_backend.store.file_ops import FOLDER, kvikio_state, probe_alignment, try_lock
-from hcache_backend.store.folder import existing_part, file_system_of, why_not
+from hcache_backend.store.folder import device_of_root, existing_part, file_system_of, why_not
 
 _PROBE_BYTES = 64 << 20
 _PIECE = 4 << 20
@@ -102,10 +102,16 @@ def _check_place(path: Path, config: HCacheConfig) -> Iterator[Check]:
         if place != path or not os.access(path, os.X_OK) or not is_store_folder(path):
             return
     elif place != path:
-        yield Check("folder", "good", f"does not exist yet; will be made in {place}")
+        flaw = "; that is the disk of /, mount another one first if it is to have one"
+        on_root = "dirs" in config.model_fields_set and place.stat().st_dev == device_of_root()
+        found = f"does not exist yet; will be made in {place}"
+        yield _works("folder", found, flaw if on_root else None)
     else:
         found = "a page store" if is_store_folder(path) else "will be a page store"
         yield Check("folder", "good", found)
+    earlier = {existing_part(one).stat().st_dev for one in takewhile(path.__ne__, config.dirs)}
+    if place.stat().st_dev in earlier:
+        yield Check("disk", "fair", "that of an earlier folder, which reads no faster")
     kind = file_system_of(place)
     flaw = _FILE_SYSTEMS.get(kind) or _FILE_SYSTEMS.get(kind.partition(".")[0])
     yield _works("file system", kind, flaw and f": {flaw}")
@@ -262,7 +268,9 @@ def config(
     listed = _listed({"": checks, **places})
     found = checked.model_dump(mode="json", exclude_unset=True)
     why = "" if kind == "extra config" else ", because it has no key of SGLang's extra config"
-    lines = [f"{file}: no errors; read as {kind}{why}"]
+    bad = sum(check["verdict"] == "bad" for check in listed)
+    but = f" in its options, and {bad} folder(s) that do not work here" if bad else ""
+    lines = [f"{file}: no errors{but}; read as {kind}{why}"]
     lines += (f"  {name} = {value!r}" for name, value in found.items())
     lines += (
         f"  {check['verdict']}: {check['subject']}: {check['detail']}"

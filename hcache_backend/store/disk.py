@@ -89,7 +89,7 @@ class Disk:
             self._errors_in_a_row, self._rest_until = [0, 0], [0.0, 0.0]
         self._device = os.fstat(folder.root_fd).st_dev
         is_named = "dirs" in self._config.model_fields_set
-        if is_new and is_named and self._device == _device_of_root():
+        if is_new and is_named and self._device == store_folder.device_of_root():
             logger.warning(
                 "hcache: %s is new, and on the file system of /. If its disk is not mounted, end "
                 "this server, delete the folder, and mount the disk",
@@ -182,7 +182,7 @@ class Disk:
             device = store_folder.existing_part(self.path).stat().st_dev
             is_store = store_folder.is_store_folder(self.path)
             known = self._device if self._device is not None or not is_store else device
-            if device != known and (not is_store or device == _device_of_root()):
+            if device != known and (not is_store or device == store_folder.device_of_root()):
                 self.note_problem(
                     "offline", "is not used: its disk is not mounted, or another one is"
                 )
@@ -549,10 +549,6 @@ class Disk:
             self.failed("evict", error, writing=True)
             return False
         return True
-
-
-def _device_of_root() -> int:
-    return Path("/").stat().st_dev
 
 
 def result_of(future: Future[_Result]) -> _Result | None:

@@ -523,6 +523,10 @@ def existing_part(path: Path) -> Path:
     return path
 
 
+def device_of_root() -> int:
+    return Path("/").stat().st_dev
+
+
 def file_system_of(place: Path) -> str:
     """The kind of file system that a folder is on, such as ``ext4``; ``unknown`` without /proc."""
     mounts = _MOUNTS.read_bytes() if _MOUNTS.exists() else b""

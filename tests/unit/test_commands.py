@@ -211,6 +211,7 @@ def test_a_quota_is_compared_with_the_disk(
     changes: dict[str, Any], warned: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: DiskUsage(9 << 30, 0, 9 << 30))
+    monkeypatch.setattr(doctor, "device_of_root", lambda: -1)
     folder = tmp_path / "pages"
     status, said = checked(tmp_path, {"dirs": [str(folder)], **changes})
     assert status == 0 and f"good: {folder}: does not exist yet; will be made in" in said
@@ -221,6 +222,22 @@ def test_a_quota_is_compared_with_the_disk(
     assert f"{folder}: free" in found  # of the file, not of the environment
     quota = found.get(f"{folder}: quota", {"verdict": "good"})
     assert quota["verdict"] == ("fair" if warned else "good")
+
+
+def test_disks_that_are_not_mounted_or_have_two_folders_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "device_of_root", lambda: tmp_path.stat().st_dev)
+    first, second = tmp_path / "ssd0" / "pages", tmp_path / "ssd1" / "pages"
+    status, said = checked(tmp_path, {"dirs": [str(first), str(second)]})
+    assert status == 0 and said.startswith(f"{tmp_path / 'config.json'}: no errors; read as")
+    for folder in first, second:
+        assert f"fair: {folder}: does not exist yet; will be made in {tmp_path}; that is the" in said
+    assert f"fair: {second}: disk: that of an earlier folder" in said
+    assert f"{first}: disk" not in said
+    (tmp_path / "file").touch()
+    said = checked(tmp_path, {"dirs": [str(first), str(tmp_path / "file")]})[1]
+    assert "no errors in its options, and 1 folder(s) that do not work here; read as" in said
 
 
 def test_pages_that_are_there_are_room_for_pages(folder: Path, monkeypatch: Any) -> None:
