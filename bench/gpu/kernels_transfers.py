@@ -154,7 +154,7 @@ def segment_speeds(codec: Codec, count: int, device: Device) -> Row:
     on_host = [plane.cpu() for plane in planes]
     want, want_fits = codec.encode_reference(on_host, some)
     back = [torch.empty_like(plane) for plane in on_host]
-    codec.decode_reference(want, back, some)
+    codec.decode_pages(want, back, some)
     pages = [plane.view(2 * count, PAGE, row) for plane in (*planes, *decoded, *back)]
     right = (
         torch.equal(staged[:CHECKED_PAGES].cpu(), want)

@@ -260,7 +260,7 @@ class KVSegments:
                 own = [plane.cpu() for plane in kv]
                 encoded, fits[layer] = encoder.encode_reference(own, pages)
                 back[layer] = [torch.empty_like(plane) for plane in own]
-                encoder.decode_reference(encoded, back[layer], pages)
+                encoder.decode_pages(encoded, back[layer], pages)
         return back, fits
 
     def code_of(self, layout: PageLayout, layer: int) -> str:

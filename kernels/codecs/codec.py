@@ -174,7 +174,7 @@ class Codec(ABC):
         if planes[0].is_cuda:
             self.decode_launch(encoded, planes, items).run()
         else:
-            self.decode_reference(encoded, planes, items)
+            self.decode_layers(encoded[None], [planes], items)
 
     def encode_reference(
         self, planes: Sequence[torch.Tensor], items: torch.Tensor
@@ -183,20 +183,14 @@ class Codec(ABC):
         ``[p]``; all on the CPU."""
         return self._encode_all(self.read_units(planes, s) for s in items.split(self.at_once))
 
-    def decode_reference(
-        self, encoded: torch.Tensor, planes: Sequence[torch.Tensor], items: torch.Tensor
-    ) -> None:
-        """What :meth:`decode_pages` does, in plain torch."""
-        self.decode_layers(encoded[None], [planes], items)
-
     def decode_layers(
         self,
         encoded: torch.Tensor,
         layers: Sequence[Sequence[torch.Tensor]],
         items: torch.Tensor,
     ) -> None:
-        """:meth:`decode_reference` of several layers, uint8 ``[layers, p, segment_bytes]``. They
-        are decoded together: a call takes a quarter of a millisecond, and then 2 ns a value."""
+        """:meth:`decode_pages` of several layers on the CPU, uint8 ``[layers, p, segment_bytes]``:
+        together, because a call takes a quarter of a millisecond, and then 2 ns a value."""
         parts = encoded.split(self.at_once, dim=1), items.split(self.at_once)
         for part, there in zip(*parts, strict=True):
             units = self.decode_units(part.flatten(0, 1)).split(len(there))

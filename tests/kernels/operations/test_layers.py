@@ -68,7 +68,7 @@ def test_layers_are_encoded_and_decoded(name: str, planes: str, cut: Cut, device
     codec.decode_launch(gathered, back[0], slots, there, size).run()
     for rows, got in zip(encoded, back, strict=True):
         expected = [torch.full(plane.shape, 7.0, dtype=plane.dtype) for plane in got]
-        codec.decode_reference(rows, expected, ITEMS)
+        codec.decode_pages(rows, expected, ITEMS)
         for plane, wanted in zip(got, expected, strict=True):
             assert torch.equal(bits_of(plane.cpu()), bits_of(wanted))
 

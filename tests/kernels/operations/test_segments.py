@@ -90,7 +90,7 @@ def test_decoded_segments(codec: Codec, seed: int, device: str) -> None:
     shape = (4 * cut.tokens * cut.pieces, cut.groups * cut.width // DIM, DIM)
     want = [torch.full(shape, 7.0, dtype=codec.dtype) for _ in "kv"]
     got = [plane.to(device, copy=True) for plane in want]
-    codec.decode_reference(encoded, want, items)
+    codec.decode_pages(encoded, want, items)
     codec.decode_launch(encoded.to(device), got, items.to(device)).run()
     for plane, expected in zip(got, want, strict=True):
         same = bits_of(plane.cpu()) == bits_of(expected)
