@@ -167,7 +167,8 @@ def free_memory(device: torch.device | str) -> float:
 def release_memory(device: torch.device) -> None:
     """Give back the GPU memory that torch keeps for later tensors of the current stream: forward
     passes have another stream, and NCCL and cuBLAS allocate outside of torch."""
-    _door.release_memory(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def recording_graph() -> bool:
@@ -363,12 +364,8 @@ class Door:
         return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
     def free_memory(self, device: torch.device) -> float:
-        self.release_memory(device)  # otherwise a start that measured finds less than the next
+        release_memory(device)  # otherwise a start that measured finds less than the next
         return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else float("inf")
-
-    def release_memory(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def recording_graph(self) -> bool:
         return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
