@@ -169,11 +169,10 @@ class NodePairs:
         [fine] = smallest(self._group, bool(node.sums[0, 0] > 0))
         table = sum_of_all_ranks(self._group, node.sums)
         if not fine:
-            if self._recomputer is not None:
-                self._recomputer = None
-                metrics.PROBLEMS.count("probe")
-                what = "attention could not be observed; pairs of layers stay those of the start"
-                logger.error("hcache: %s: %r", what, self._problem)
+            self._recomputer = None
+            metrics.PROBLEMS.count("probe")
+            what = "attention could not be observed; pairs of layers stay those of the start"
+            logger.error("hcache: %s: %r", what, self._problem)
             return self._layout.pairs
         found = PairSums(self._added(table, node.tokens))
         pairs, distances = self._choice.by_distance(found), found.distances
