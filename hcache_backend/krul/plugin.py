@@ -140,18 +140,16 @@ class NodePairs:
         node.sums, broken = sums, list[Exception]()
 
         def run() -> None:  # an exception here would end the stream of forward passes
+            asked = None
             try:
                 asked = recomputer.probe(layers, ids, keys)
-            except Exception as error:
-                self._problem = error
-                broken.append(error)
-                return
-            try:  # no rank waits for this one any more
                 with torch.inference_mode():
                     found = layer_pairs.attention_sums(asked).table
                 sums.copy_(found, non_blocking=True)
             except Exception as error:
                 self._problem = error
+                if asked is None:  # behind the model's pass no rank waits for this one
+                    broken.append(error)
 
         forwards.run(run)
         node.event = forwards.record()
