@@ -280,16 +280,14 @@ _PARSERS: dict[str, Callable[[str], object]] = {
 def load_table(text: str, source: str) -> object:
     """Parse ``text``: JSON, or ``@FILE``, by the end of its name as SGLang does. Raises a
     ConfigError with ``source`` that quotes nothing of the text, which may have secrets."""
-    wrong, path = f"{source}: neither JSON nor @FILE", None
-    parse: Callable[[str], object] = json.loads
+    path, end, wrong = None, ".json", f"{source}: neither JSON nor @FILE"
     if text.startswith("@"):
         path = Path(text[1:])
-        wrong = f"{source}: cannot read {str(path)!r}"
-        if path.suffix.lower() not in _PARSERS:
+        end, wrong = path.suffix.lower(), f"{source}: cannot read {str(path)!r}"
+        if end not in _PARSERS:
             raise ConfigError(f"{wrong}: its name must end in {', '.join(_PARSERS)}")
-        parse = _PARSERS[path.suffix.lower()]
     try:
-        return parse(text if path is None else path.read_text(encoding="utf-8"))
+        return _PARSERS[end](text if path is None else path.read_text(encoding="utf-8"))
     except OSError as error:
         why = error.strerror
     except RecursionError:
