@@ -14,7 +14,6 @@ COPY_PROGRAMS = 16
 latency is four microseconds; every further one would wait for the bus on a multiprocessor that the
 matrix products beside the copy want."""
 
-WARM_UPS = 3
 FLUSH_BYTES = 256 << 20  # more than any GPU's L2 cache holds
 HEAD_START_CYCLES = 500_000  # the GPU waits for them, so that all launches are queued by then
 
@@ -64,13 +63,13 @@ def block_launch(
     return Launch(kernel, grid, {**arguments, "BLOCK": block}, warps, stages=1)
 
 
-def gpu_microseconds(work: Callable[[], object], repeats: int = 20) -> float:
+def gpu_microseconds(work: Callable[[], object]) -> float:
     """Median time of ``work`` on the current CUDA device, each with a cold L2 cache."""
-    for _ in range(WARM_UPS):
+    for _ in range(3):  # to warm up
         work()
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     spans = []
-    for _ in range(repeats):
+    for _ in range(20):
         flush.zero_()
         torch.cuda._sleep(HEAD_START_CYCLES)
         span = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
