@@ -205,7 +205,7 @@ def save_rows(
     arena: torch.Tensor,
     segments: torch.Tensor,
     page_size: int,
-    kept: range | None = None,
+    kept: range,
 ) -> None:
     """Stage two: copy staged rows to the shadow pages of their slots.
 
@@ -216,9 +216,8 @@ def save_rows(
         arena: uint8 ``[pages, page_bytes]``, memory that the device can write (pinned).
         segments: Offset in a page of each layer's segment, int64 ``[layers]``, on the device: a
             multiple of 16 bytes, or of what ``row_bytes`` is a multiple of.
-        kept: The tokens of a page whose rows its segments hold, consecutive; None: all.
+        kept: The tokens of a page whose rows its segments hold, consecutive.
     """
-    kept = kept or range(page_size)
     if staged.is_cuda:
         save_launch(staged, slots, shadows, arena, segments, page_size, kept).run()
         return

@@ -131,7 +131,7 @@ def test_a_step_is_staged_saved_and_judged_as_in_torch() -> None:
         begin_rows(tuple(on[:3]), at, copied, now, 41, range(2, 2 + n))
         for layer in range(layers - 1):  # the last one is not written
             stage_rows(on[3], now.targets[:n], now.number, staged, layer)
-        save_rows(staged.rows[:, 2 : 2 + n], on[0], on[5], arena, on[4], 4)
+        save_rows(staged.rows[:, 2 : 2 + n], on[0], on[5], arena, on[4], 4, range(4))
         judge_rows(staged.marks[:, 2 : 2 + n], 41, verdicts)
         assert launched() == (4 if pinned else 0)
         torch.cuda.synchronize()

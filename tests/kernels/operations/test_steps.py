@@ -158,7 +158,7 @@ def test_save_rows(device: str, page_size: int, row_bytes: int, n: int, kept: ra
                 start = int(segments[layer]) + (slot % page_size - share.start) * row_bytes
                 expected[shadows[slot // page_size], start : start + row_bytes] = staged[layer, i]
     want = arena.clone()
-    save_rows(staged, slots, shadows, want, segments, page_size, kept)
+    save_rows(staged, slots, shadows, want, segments, page_size, share)
     assert torch.equal(want, expected)
     got = host(*arena.shape, value=0xEE)
     targets = (slots.to(device), shadows.to(device))
