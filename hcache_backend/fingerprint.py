@@ -16,7 +16,7 @@ from hcache_backend.format.envelope import NAMESPACE_BYTES
 _CHUNK = 1 << 21
 _MIX_A = -7046029254386353131  # odd 64-bit constants of the golden ratio and of splitmix64
 _MIX_B = -4658895280553007687
-_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.int8))
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _chunks(tensor: torch.Tensor, by_column: bool) -> Iterator[torch.Tensor]:
 def _row_sums(rows: torch.Tensor) -> torch.Tensor:
     """Digest of each row of ``[rows, elements]``, int64 ``[rows]``; 0 for zeros."""
     rows = rows.contiguous()
-    dtype = next(d for width, d in _WORDS if rows.shape[1] * rows.element_size() % width == 0)
+    dtype = next(d for d in _WORDS if rows.shape[1] * rows.element_size() % d.itemsize == 0)
     if rows.storage_offset() * rows.element_size() % dtype.itemsize:
         rows = rows.clone()
     words = rows.view(torch.uint8).view(dtype).to(torch.int64)
