@@ -202,7 +202,7 @@ class Krul:
     """Pages of K and V, each a rank's own, whose headers say how layers share them. Methods raise
     Refused on every rank if such pages cannot be used."""
 
-    choice: PairChoice  # from settle
+    choice: PairChoice  # from choose_pairs
 
     def __init__(self, option: KrulOption) -> None:
         self._option = option
