@@ -35,7 +35,7 @@ def project_kv(call: ProjectionCall, way: Way | None = None) -> None:
     check_call(call)
     n, device = len(call.hidden), call.hidden.device
     if device.type != "cuda":
-        check_rows(call.positions, call.slots, call.projection, call.pool)
+        check_rows(call)
     if not n:
         return
     if way is None and device.type == "cuda":

@@ -151,13 +151,10 @@ def check_call(call: ProjectionCall) -> None:
             raise wrong(name, scale, f"1.0 for a pool of {pool.k.dtype}")
 
 
-def check_rows(
-    positions: torch.Tensor, slots: torch.Tensor, projection: KVProjection, pool: KVPool
-) -> None:
-    """Refuse, by a ValueError, positions without a cosine and slots outside the pool. Both are
-    integers ``[n]``; any layer's projection and pool will do. It reads the values, so on GPU
-    tensors it waits for the GPU: ``project_kv`` calls it for CPU tensors only."""
-    check_range("slots", slots, len(pool.k), "the pool's slots")
-    if projection.rotary is not None:
-        limit = len(projection.rotary.cos_sin)
-        check_range("positions", positions, limit, "the rows of rotary.cos_sin")
+def check_rows(call: ProjectionCall) -> None:
+    """Refuse, by a ValueError, positions without a cosine and slots outside the pool. It reads the
+    values, so on GPU tensors it waits for the GPU: ``project_kv`` calls it for CPU tensors only."""
+    check_range("slots", call.slots, len(call.pool.k), "the pool's slots")
+    if (rotary := call.projection.rotary) is not None:
+        limit = len(rotary.cos_sin)
+        check_range("positions", call.positions, limit, "the rows of rotary.cos_sin")

@@ -72,7 +72,7 @@ def test_rows_outside_are_refused_and_nothing_is_written(
     with pytest.raises(ValueError, match=message):
         project_kv(call)
     with pytest.raises(ValueError, match=message):
-        check_rows(call.positions, call.slots, call.projection, call.pool)
+        check_rows(call)
     assert torch.equal(call.memory, before)
 
 
