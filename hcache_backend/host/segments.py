@@ -108,17 +108,17 @@ class KVSegments:
             masks = [self._save_layer(layer, held, memory, pages, offset) for layer, offset in each]
             return torch.stack(masks) if encoder is not None else None
         # By one launch over layers, planes and units.
-        table, size = self._table(self.layers, offsets), self._tokens
+        table = self._table(self.layers, offsets)
         if encoder is None:
             pool = [self._by_group(plane) for plane in table.planes]
-            gather_planes_launch(memory, pages, 0, pool, slots, table, size, save=True).run()
+            gather_planes_launch(memory, pages, 0, pool, slots, table, save=True).run()
             return None
         fits = []
         for encoded, some, of in self._encoded("save", table, pages, slots):
             flags = (*encoded.shape[:2], encoder.flags)
             fits.append(torch.empty(flags, dtype=torch.bool, device=slots.device))
             rows = encoded, None, 0, fits[-1]
-            encoder.encode_launch(table.planes, of, *rows, table, size).run()
+            encoder.encode_launch(table.planes, of, *rows, table).run()
             gather_launch(memory, some, 0, encoded, layers=table, save=True).run()
         return torch.cat(fits, dim=1).all(2)
 
@@ -165,14 +165,14 @@ class KVSegments:
         if not slots.is_cuda:
             self._load_layers(layers, self.pages_of(slots), memory, pages, offsets)
             return
-        table, size = self._table(layers, offsets), self._tokens
+        table = self._table(layers, offsets)
         if encoder is None:
             pool = [self._by_group(plane) for plane in table.planes]
-            gather_planes_launch(memory, pages, 0, pool, slots, table, size).run()
+            gather_planes_launch(memory, pages, 0, pool, slots, table).run()
             return
         for encoded, some, to in self._encoded("load", table, pages, slots):
             gather_launch(memory, some, 0, encoded, layers=table).run()
-            encoder.decode_launch(encoded, table.planes, to, table, size).run()
+            encoder.decode_launch(encoded, table.planes, to, table).run()
 
     def _encoded(
         self, way: str, table: LayerTable, pages: torch.Tensor, slots: torch.Tensor

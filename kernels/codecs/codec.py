@@ -206,7 +206,6 @@ class Codec(ABC):
         offset: int,
         fits: torch.Tensor,
         layers: LayerTable | None = None,
-        slots: int = 1,
     ) -> Launch:
         """Encode items by one kernel, into buffers of the caller; all tensors are contiguous.
 
@@ -214,8 +213,8 @@ class Codec(ABC):
             items, pages: None: all in their order; of layers ``memory`` is then ``[layers, p,
                 segment_bytes]``.
             fits: Flags, bool ``[p, flags]``; of several layers ``[layers, p, flags]``.
-            layers: Several layers at once: ``planes`` are the first one's, offsets in the table.
-            slots: Slots of an item in ``items``, int64 ``[p * slots]``: those of its tokens.
+            layers: Several layers at once: ``planes`` are the first one's, offsets in the table,
+                and ``items`` the slots of all tokens of the items.
         """
         parts, together = fits.numel(), 1 if layers is None else len(layers)
         arguments = {"memory": memory, "pages": pages, "page_bytes": memory.shape[-1]}
@@ -224,7 +223,7 @@ class Codec(ABC):
         grid = (parts,)
         if self.planes != ROWS:  # backups run beside forward passes
             grid = (min(parts, 2 * copy_programs(fits.device)),)
-        return self._launch(self.encoder, grid, planes, items, layers, slots, arguments)
+        return self._launch(self.encoder, grid, planes, items, layers, arguments)
 
     def decode_launch(
         self,
@@ -232,13 +231,12 @@ class Codec(ABC):
         planes: Sequence[torch.Tensor],
         items: torch.Tensor | None,
         layers: LayerTable | None = None,
-        slots: int = 1,
     ) -> Launch:
         """Decode items by one kernel; ``encoded`` is contiguous uint8 ``[p, segment_bytes]``, of
         several layers ``[layers, p, ...]``, and the others are as in :meth:`encode_launch`."""
         count = encoded.shape[-2] * self.decoder.per_item
         grid, arguments = (count, 1 if layers is None else len(layers)), {"encoded": encoded}
-        return self._launch(self.decoder, grid, planes, items, layers, slots, arguments)
+        return self._launch(self.decoder, grid, planes, items, layers, arguments)
 
     def _launch(
         self,
@@ -247,11 +245,12 @@ class Codec(ABC):
         planes: Sequence[torch.Tensor],
         items: torch.Tensor | None,
         layers: LayerTable | None,
-        slots: int,
         arguments: dict[str, Any],
     ) -> Launch:
         width = self.cut.width * self.dtype.itemsize // self.word.itemsize
-        aligned = 1 if layers is None else layers.aligned
+        slots, aligned = 1, 1
+        if layers is not None:
+            slots, aligned = self.cut.tokens * self.cut.pieces, layers.aligned
         arguments |= {
             "first": planes[0].view(self.word),
             "second": planes[-1].view(self.word),

@@ -83,7 +83,6 @@ def gather_planes_launch(
     pool: Sequence[torch.Tensor],
     pool_ids: torch.Tensor,
     layers: LayerTable | None = None,
-    slots: int = 1,
     *,
     save: bool = False,
 ) -> Launch:
@@ -91,8 +90,7 @@ def gather_planes_launch(
 
     Args:
         pool: As there; of several layers the first one's.
-        layers: As in :func:`gather_launch`.
-        slots: ``pool_ids`` are slots of tokens, this many of each page.
+        layers: As in :func:`gather_launch`; then ``pool_ids`` are the slots of all tokens.
         save: The other way round: from the pool to the pages.
     """
     _, tokens, groups, _ = pool[0].shape
@@ -100,7 +98,8 @@ def gather_planes_launch(
     second = lengths[1] // WORD if len(pool) > 1 else 0
     arguments = {"page_ids": page_ids, "first": pool[0], "second": pool[-1], "pool_ids": pool_ids}
     arguments |= {"FIRST": lengths[0] // WORD, "SECOND": second}
-    arguments |= {"TOKENS": tokens, "GROUPS": groups, "SLOTS": slots, "SAVE": save}
+    arguments |= {"TOKENS": tokens, "GROUPS": groups, "SAVE": save}
+    arguments |= {"SLOTS": 1 if layers is None else tokens}
     return _launch(planes_kernel, pages, offset, lengths, arguments, layers)
 
 

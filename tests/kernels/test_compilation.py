@@ -216,9 +216,9 @@ def layers_launch(name: str, decode: bool, cut: Cut, dim: int, dtype: torch.dtyp
     planes = [empty(N, cut.units * cut.values // dim, dim, dtype=dtype)] * 2
     slots, length, table = ids(N * size), codec.segment_bytes, layers_of(planes)
     if decode:
-        return codec.decode_launch(empty(32, N, length), planes, slots, table, size)
+        return codec.decode_launch(empty(32, N, length), planes, slots, table)
     fits = empty(32, N, codec.flags, dtype=torch.bool)
-    return codec.encode_launch(planes, slots, empty(32, N, length), None, 0, fits, table, size)
+    return codec.encode_launch(planes, slots, empty(32, N, length), None, 0, fits, table)
 
 
 def gather(length: int) -> Launch:
@@ -233,7 +233,7 @@ def gather_planes(groups: int, row_bytes: int) -> Launch:
 def copy_layers(groups: int, save: bool) -> Launch:
     memory, plane = empty(N, 4096 + 128 * groups * 256), empty(N, 64, groups, 256)
     pool, slots = [plane, plane], ids(64 * N)
-    arguments = memory, ids(N), 0, pool, slots, layers_of(pool), 64
+    arguments = memory, ids(N), 0, pool, slots, layers_of(pool)
     return page_kernels.gather_planes_launch(*arguments, save=save)
 
 
@@ -465,16 +465,14 @@ def launches_of(n: int) -> dict[str, Launch]:
         "decode segments": int8.decode_launch(segments, planes, some),
         "encode layers": int8.encode_launch(
             *(planes, slots, empty(n, n, int8.segment_bytes), None, 0, empty(n, n, int8.flags)),
-            *(table, 64),
+            table,
         ),
-        "decode layers": int8.decode_launch(
-            empty(n, n, int8.segment_bytes), planes, slots, table, 64
-        ),
+        "decode layers": int8.decode_launch(empty(n, n, int8.segment_bytes), planes, slots, table),
         "gather layers": page_kernels.gather_launch(
             memory, some, 0, empty(n, n, 64 * row), layers=of_layers
         ),
         "save layers": page_kernels.gather_planes_launch(
-            memory, some, 0, of_pool, slots, of_layers, 64, save=True
+            memory, some, 0, of_pool, slots, of_layers, save=True
         ),
     }
 

@@ -42,7 +42,7 @@ def test_a_backup_is_encoded_by_few_programs(name: str) -> None:
     table = LayerTable((plane, plane), empty(32, 2, dtype=torch.int64), empty(32), 16)
     encoded, fits = empty(32, 128, codec.segment_bytes), empty(32, 128, codec.flags)
     slots = empty(128 * 64, dtype=torch.int64)
-    launch = codec.encode_launch((plane, plane), slots, encoded, None, 0, fits, table, 64)
+    launch = codec.encode_launch((plane, plane), slots, encoded, None, 0, fits, table)
     assert launch.grid == (2 * COPY_PROGRAMS,)
     assert launch.arguments["parts"] == fits.numel() >= 8192
 

@@ -38,7 +38,7 @@ def test_layers_are_encoded_and_decoded(name: str, planes: str, cut: Cut, device
     flags = torch.full((3, 3, codec.flags), POISON, dtype=torch.uint8, device=device)
     fits = flags.view(torch.bool)
     pages = PAGES.to(device)
-    codec.encode_launch(here[0], slots, memory, pages, 0, fits, table, size).run()
+    codec.encode_launch(here[0], slots, memory, pages, 0, fits, table).run()
     finish()
     want, encoded = torch.full_like(memory, POISON), []
     for held, offset, flag in zip(layers, offsets, flags.cpu().view(torch.bool), strict=True):
@@ -54,7 +54,7 @@ def test_layers_are_encoded_and_decoded(name: str, planes: str, cut: Cut, device
     staged = torch.full((3, 3, length), POISON, dtype=torch.uint8, device=device)
     again, saved = torch.full_like(flags, POISON), host(5, 3 * (length + 8) + 8, value=POISON)
     rows = staged, None, 0, again.view(torch.bool)
-    codec.encode_launch(here[0], slots, *rows, table, size).run()
+    codec.encode_launch(here[0], slots, *rows, table).run()
     gather_launch(saved, pages, 0, staged, layers=table, save=True).run()
     finish()
     assert torch.equal(saved, want)
@@ -65,7 +65,7 @@ def test_layers_are_encoded_and_decoded(name: str, planes: str, cut: Cut, device
     assert torch.equal(gathered.cpu(), torch.stack(encoded))
     back = [tuple(torch.full_like(plane, 7.0) for plane in held) for held in here]
     there = LayerTable.of(back, offsets)
-    codec.decode_launch(gathered, back[0], slots, there, size).run()
+    codec.decode_launch(gathered, back[0], slots, there).run()
     for rows, got in zip(encoded, back, strict=True):
         expected = [torch.full(plane.shape, 7.0, dtype=plane.dtype) for plane in got]
         codec.decode_pages(rows, expected, ITEMS)
@@ -87,12 +87,12 @@ def test_layers_are_copied(rows: tuple[int, ...], groups: int, programs: int, de
     table, slots = LayerTable.of(here, offsets), slots_of(ITEMS, tokens).to(device)
     memory, pages = host(5, 3 * length + 24, value=POISON), PAGES.to(device)
     arguments = memory, pages, 0
-    saved = gather_planes_launch(*arguments, here[0], slots, table, tokens, save=True)
+    saved = gather_planes_launch(*arguments, here[0], slots, table, save=True)
     by(programs, saved).run()
     finish()
     back = [tuple(torch.full_like(plane, POISON) for plane in planes) for planes in here]
     there = LayerTable.of(back, offsets)
-    by(programs, gather_planes_launch(*arguments, back[0], slots, there, tokens)).run()
+    by(programs, gather_planes_launch(*arguments, back[0], slots, there)).run()
     want = torch.full_like(memory, POISON)
     for planes, offset, got in zip(layers, offsets, back, strict=True):
         one = [torch.full_like(plane, POISON) for plane in planes]
