@@ -103,9 +103,6 @@ class NodePairs:
         if node is None or self._proposal is None or not self._proposal.least[0]:
             return False
         node.pairs = self._chosen(node)
-        if self._recomputer is None:
-            for other in self._nodes:
-                other.pairs = other.pairs or self._layout.pairs
         self._ask_next()
         return node is self._nodes[0]
 
@@ -168,6 +165,8 @@ class NodePairs:
         table = sum_of_all_ranks(self._group, node.sums)
         if not fine:
             self._recomputer = None
+            for other in self._nodes:
+                other.pairs = other.pairs or self._layout.pairs
             metrics.PROBLEMS.count("probe")
             what = "attention could not be observed; pairs of layers stay those of the start"
             logger.error("hcache: %s: %r", what, self._problem)
