@@ -203,7 +203,7 @@ class KVSegments:
         pages: torch.Tensor,
         offsets: Sequence[int],
     ) -> None:
-        """Bring what :meth:`_save_layer` saved of several layers, on the CPU."""
+        """Bring what :meth:`_save_layer` saved of several layers."""
         encoder = self._encoder
         if encoder is None:
             for layer, offset in zip(layers, offsets, strict=True):
