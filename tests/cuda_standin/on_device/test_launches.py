@@ -12,6 +12,7 @@ import torch
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host import segments
 from hcache_backend.host.segments import KVSegments
+from hcache_backend.krul.segments import PairedSegments
 from hcache_backend.prefetch.eager import EagerRestores, launch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import host_tensor
@@ -37,6 +38,8 @@ class Server:
             }
         )
         self.kv = KVSegments(self.pool, range(LAYERS), PAGE, WHOLE, 1, codec)
+        if codec == "krul":
+            self.kv = PairedSegments(self.pool, range(LAYERS), PAGE, 1, pairs=1)
         stored = [self.kv.stored_layer(layer) for layer in range(LAYERS)]
         self.layout = self.kv.layout(stored, WHOLE)
         self.memory = host_tensor((PAGES, self.layout.stride), torch.uint8, CUDA)
@@ -92,6 +95,23 @@ def test_a_backup_and_a_load_launch_four_times_at_most(codec: str) -> None:
         assert all(torch.allclose(a, b, atol=0.02) for a, b in zip(back, want, strict=True))
     # A forward pass waits for groups of layers, not for all of them.
     assert len(set(map(id, restore.layers))) == (4 if codec == "none" else 2)
+
+
+def test_pages_of_krul_come_back() -> None:
+    server, pages = Server("krul"), np.arange(2)
+    slots, others = server.slots(2, 2), server.slots(PAGES + 5, 2)
+    server.layout.divide(server.memory.numpy()[: len(pages)])
+    host_pages = torch.from_numpy(pages)
+    fits = server.kv.save(server.layout, server.memory, host_pages, slots)
+    torch.cuda.synchronize()
+    assert fits is not None and fits.all().item()
+    server.pipeline.start(pages, others).synchronize()
+    back, want = server.values(others), server.values(slots)
+    for plane, values in enumerate(zip(back, want, strict=True)):
+        if plane % LAYERS > 1:  # in no pair
+            assert torch.equal(*values)
+        else:
+            assert torch.allclose(*values, rtol=1 / 16, atol=1e-3)
 
 
 def eager_hit(server: Server, unread: int = 0) -> tuple[torch.Tensor, EagerRestores, list[int]]:
