@@ -182,10 +182,10 @@ bench-bursts: setup
 bench-hits: setup $(VENV)/.peers
 	$(BIN)/python -m bench.hits $(ARGS)
 
-# Restores by method over a bus, or from an L3, of a given rate. STUDY: pages, codec, ranks or
-# methods. Five minutes to an hour, alone.
-bench-restores: setup $(VENV)/.peers
-	$(BIN)/python -m bench.restores $(or $(STUDY),methods) $(ARGS)
+# Restores by servers that differ in one option, from an L3 of a given rate. STUDY: pages, codec or
+# ranks. Five minutes, alone.
+bench-restores: setup
+	$(BIN)/python -m bench.restores $(or $(STUDY),pages) $(ARGS)
 
 # NVIDIA's client of servers. 1.2 GB.
 $(VENV)/.aiperf: requirements/aiperf.txt | $(VENV)/.created
@@ -208,7 +208,7 @@ record-demo: demo
 	$(BIN)/python -m bench.record demo
 
 record-restores: bench-restores
-	$(BIN)/python -m bench.record restores_$(or $(STUDY),methods)
+	$(BIN)/python -m bench.record restores_$(or $(STUDY),pages)
 
 record-accuracy: bench-accuracy
 	$(BIN)/python -m bench.record accuracy_gqa accuracy_paired

@@ -9,7 +9,6 @@ from bench.harness.machine import Machine
 from bench.harness.options import ServerOptions, hcache_config
 
 PAGE_SIZE = 64
-HYBRID = "hybrid"
 NIXL = "nixl"
 MOONCAKE = "mooncake"
 EVERY_HIT = {"min_gain": 0}  # of studies of other options: a hit is read although L3 is slow
@@ -52,12 +51,9 @@ METHODS = {
     "hcache-kv": Method("HCache, KV pages", storage="dynamic", hcache={"mode": "kv", **LAYERWISE}),
     "hcache": Method("HCache, automatic", storage="dynamic", hcache={"mode": "auto", **LAYERWISE}),
     "hcache-eager": Method("HCache, default options", storage="dynamic"),
-    # The paper's ablation without hidden states (section 6.3.1). Its partition is planned from
-    # a profile, so the program gives it.
-    HYBRID: Method("KV + recomputation (naive hybrid)", storage="dynamic", hcache=LAYERWISE),
 }
 
-SERVED = tuple(name for name in METHODS if name not in (HYBRID, NIXL, MOONCAKE))
+SERVED = tuple(name for name in METHODS if name not in (NIXL, MOONCAKE))
 """Methods that need nothing but SGLang and their options."""
 
 

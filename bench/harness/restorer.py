@@ -35,14 +35,12 @@ class Restore:
         ms: From the start of the prefetch to the last layer; for recomputation, the prefill.
         l3_ms: From L3 to the host; 0 for recomputation.
         load_ms: From the host to K and V on the device; 0 for recomputation.
-        ttft_ms: Until the first token was answered.
     """
 
     tokens: int
     ms: float
     l3_ms: float = 0.0
     load_ms: float = 0.0
-    ttft_ms: float = 0.0
 
 
 def restored_from_l3(events: Sequence[TraceEvent]) -> Restore | None:
@@ -119,13 +117,12 @@ class Restorer:
         Raises:
             ServerError: Not all of it came back.
         """
-        ttft_ms, _, events = self.ask([*history, 0])
-        found = restored_from_l3(events)
+        found = restored_from_l3(self.ask([*history, 0])[-1])
         if found is None or found.tokens < len(history):
             came = found.tokens if found else 0
             raise self.server.error(f"only {came} of {len(history)} tokens came from L3")
         self.server.flush_cache(300)
-        return replace(found, ttft_ms=ttft_ms)
+        return found
 
     def recompute(self, history: Sequence[int]) -> Restore:
         """Have the history computed.
@@ -133,11 +130,10 @@ class Restorer:
         Raises:
             ServerError: The trace shows no prefill.
         """
-        ttft_ms, _, events = self.ask(history)
-        found = recomputed(events)
+        found = recomputed(self.ask(history)[-1])
         if found is None:
             raise self.server.error("the trace shows no prefill")
-        return replace(found, ttft_ms=ttft_ms)
+        return found
 
     def ask(
         self, prompt: Sequence[int], *, cold: bool = True

@@ -232,7 +232,9 @@ def test_disks_that_are_not_mounted_or_have_two_folders_are_warned_of(
     status, said = checked(tmp_path, {"dirs": [str(first), str(second)]})
     assert status == 0 and said.startswith(f"{tmp_path / 'config.json'}: no errors; read as")
     for folder in first, second:
-        assert f"fair: {folder}: does not exist yet; will be made in {tmp_path}; that is the" in said
+        assert (
+            f"fair: {folder}: does not exist yet; will be made in {tmp_path}; that is the" in said
+        )
     assert f"fair: {second}: disk: that of an earlier folder" in said
     assert f"{first}: disk" not in said
     (tmp_path / "file").touch()
