@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from importlib import metadata
 from itertools import pairwise, takewhile
@@ -29,8 +29,7 @@ from hcache_backend.cli.store import opened
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.contract import check as contract
 from hcache_backend.format.units import SHARD_COUNTS
-from hcache_backend.plan.profile import Profile
-from hcache_backend.plan.record import PartitionRecord, kept_profiles, records
+from hcache_backend.plan.record import records
 from hcache_backend.plan.restore import describe
 from hcache_backend.server_report import read_report
 from hcache_backend.sglang.compat import sglang_version, untested
@@ -146,9 +145,9 @@ def _check_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
     if (report := read_report(path)) is not None:
         best = report.pages == "own" and all(one.method == "spec" for one in report.projection)
         yield Check("last server", "good" if best else "fair", common.describe_server(report))
-    profiles = list(kept_profiles(path))
-    for _, record in records(path):
-        yield _partition(record, [one for one in profiles if one.model == record.shape])
+    for record in records(path):
+        found = f"{describe(record.partition)}: {record.reason}"
+        yield Check(f"partition of {record.model}", "good", found)
 
 
 def _probe(place: Path) -> Iterator[Check]:
@@ -181,19 +180,6 @@ def _probe(place: Path) -> Iterator[Check]:
         yield Check("speed", "good", f"writes {writing}, reads {reading} on one thread")
         supported = "supported" if locked else "not supported"
         yield Check("file locks", "good" if locked else "bad", supported)
-
-
-def _partition(record: PartitionRecord, profiles: Sequence[Profile]) -> Check:
-    """What is stored of each layer of a model, and whether another partition were faster here."""
-    subject = f"partition of {record.model}"
-    found = f"{describe(record.partition)}: {record.reason}"
-    for profile in profiles:
-        if (better := record.better(profile)) is not None:
-            partition, times = better
-            faster = f"{times:.2f} times as fast with {describe(partition)} on {profile.device}"
-            how = "hcache plan --apply; pages stored so far become misses"
-            return Check(subject, "fair", f"{found}; restores would be {faster} ({how})")
-    return Check(subject, "good", found)
 
 
 def _machine() -> Iterator[Check]:

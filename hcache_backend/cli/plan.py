@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -21,7 +19,6 @@ from hcache_backend.format.units import Segment, units_per_group
 from hcache_backend.plan.model_shape import PAGE_TOKENS, ModelShape, PlannedCodec, encoded
 from hcache_backend.plan.plan import LENGTHS, PartitionPlan, RestorePath
 from hcache_backend.plan.profile import PRESETS, Profile, Rate, load_profile, preset_profile
-from hcache_backend.plan.record import records, save_record
 from hcache_backend.plan.restore import Partition, describe
 
 _NAMES = ", ".join(PRESETS)
@@ -34,8 +31,6 @@ _OPERATIONS = {
 }
 _COLOURS = {"recompute": "#b05fa8", "hidden": "#2a7ab9", "kv": "#e8a33d", None: "#9aa0a6"}
 Mode = Literal["auto", "hidden", "kv"]
-# The numbers of a model that do not depend on how its values are stored.
-_WIDTHS = attrgetter("layers", "hidden", "mlp_width", "heads", "kv_heads", "head_dim", "value_dim")
 
 
 def plan(
@@ -48,10 +43,6 @@ def plan(
     codec: common.Codec = "auto",
     as_json: common.AsJson = False,
     plot: Annotated[Path | None, Option(help="Draw the pipelines, as PNG.")] = None,
-    apply: Annotated[
-        Path | None,
-        Option(metavar="DIR", help="Change the plan of a page store; stored pages become misses."),
-    ] = None,
 ) -> None:
     """Plan which layers to store as hidden states, as KV, or not at all; predict restore times."""
     shape, sides, dtype, weights = common.served_model(model, tp)
@@ -70,20 +61,7 @@ def plan(
     report["notes"][:0] = extra
     if plot is not None:
         _draw(result, plot)
-    if apply is not None:
-        _apply(apply, shape, result.stored)
     common.output(report, as_json, lambda _: _show(result, report["notes"], model))
-
-
-def _apply(folder: Path, shape: ModelShape, partition: Partition) -> None:
-    """Change the record of the model in a store folder, however its values are stored there."""
-    known = [(name, record) for name, record in records(folder) if record.shape is not None]
-    found = [(name, record) for name, record in known if _WIDTHS(record.shape) == _WIDTHS(shape)]
-    if not found:
-        raise Failure(f"--apply {folder}: no server has used this model with it yet; start one")
-    update = {**asdict(partition), "reason": "hcache plan --apply"}
-    for name, record in found:
-        save_record(folder, name, record.model_copy(update=update), replace=True)
 
 
 def _profile(hardware: str, ssds: int | None) -> Profile:

@@ -9,18 +9,14 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hcache_backend.config import ConfigError
 from hcache_backend.plan.model_shape import ModelShape
-from hcache_backend.plan.profile import Profile, load_profile
-from hcache_backend.plan.restore import L3Path, Partition, Restore, recompute_layers, simulate
+from hcache_backend.plan.restore import L3Path, Partition
 from hcache_backend.store import write_sidecar
-
-_WORTH_IT = 1.1  # another partition is reported if restores take this many times as long
 
 
 class PartitionRecord(BaseModel):
-    """Numbers of layers by method, and the restores that they were chosen for. ``model`` and
-    ``reason`` are for readers; ``shape`` is None if the model's config is unknown."""
+    """Numbers of layers by method. The other fields are for readers: model, reason, and the
+    restores that the partition was chosen for."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -38,18 +34,6 @@ class PartitionRecord(BaseModel):
     def partition(self) -> Partition:
         return Partition(self.recompute, self.hidden, self.kv)
 
-    def better(self, profile: Profile) -> tuple[Partition, float] | None:
-        """A partition whose restores are at least 10% faster on this machine, and the factor."""
-        if self.shape is None:
-            return None
-        ours = self.partition
-        restore = Restore(profile, self.shape, ours, self.tp, paper=True)
-        best, costs = restore.fastest(self.tokens, self.l3), restore.costs(self.tokens, 0, self.l3)
-        if ours.hidden and self.tp == 1:  # a restore may recompute first layers that are stored
-            ours = ours.recomputing(recompute_layers(costs, ours))
-        faster = simulate(costs, ours) / simulate(costs, best)
-        return (best, faster) if faster >= _WORTH_IT else None
-
 
 def record_name(key: bytes) -> str:
     """File name in a store folder; ``key`` identifies the model and its settings."""
@@ -64,20 +48,13 @@ def find_record(folders: Iterable[Path], name: str) -> PartitionRecord | None:
     return None
 
 
-def records(folder: Path) -> Iterator[tuple[str, PartitionRecord]]:
-    """All readable records of a store folder, by name."""
+def records(folder: Path) -> Iterator[PartitionRecord]:
+    """All readable records of a store folder."""
     for path in sorted(folder.glob("partition-*.json")):
         if (record := find_record([folder], path.name)) is not None:
-            yield path.name, record
+            yield record
 
 
-def save_record(folder: Path, name: str, record: PartitionRecord, *, replace: bool) -> None:
-    """Write a record; without ``replace`` an existing one stays. Raises OSError."""
-    write_sidecar(folder, name, record.model_dump_json(indent=2) + "\n", replace=replace)
-
-
-def kept_profiles(folder: Path) -> Iterator[Profile]:
-    """Readable profiles that servers left in a store folder."""
-    for path in sorted(folder.glob("profile-*.json")):
-        with contextlib.suppress(ConfigError):
-            yield load_profile(path)
+def save_record(folder: Path, name: str, record: PartitionRecord) -> None:
+    """Write a record; an existing one stays. Raises OSError."""
+    write_sidecar(folder, name, record.model_dump_json(indent=2) + "\n", replace=False)

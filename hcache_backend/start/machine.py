@@ -159,7 +159,7 @@ def _fastest_partition(
 def settle(dirs: Sequence[Path], name: str, record: PartitionRecord) -> PartitionRecord:
     """Write ``record``; returns the store's, because another server may have been faster."""
     try:
-        save_record(dirs[0], name, record, replace=False)
+        save_record(dirs[0], name, record)
     except OSError as error:
         logger.warning("hcache: partition: it could not be recorded: %s", error)
     return find_record(dirs, name) or record

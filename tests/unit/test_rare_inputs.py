@@ -12,7 +12,6 @@ from torch import nn
 from hcache_backend import fingerprint
 from hcache_backend.plan import profile
 from hcache_backend.plan.model_config import _Fields, _kv_heads, _latent, _mlp_width
-from hcache_backend.plan.record import PartitionRecord
 from hcache_backend.prefetch import estimates
 from hcache_backend.projection import search
 from hcache_backend.projection.attention import UnknownCall, learn_call
@@ -40,11 +39,6 @@ def test_a_processor_without_a_name_is_its_architecture(monkeypatch: pytest.Monk
     monkeypatch.setattr(profile, "Path", lambda name: Path("/nowhere"))
     monkeypatch.setattr(profile.platform, "machine", lambda: "riscv64")
     assert profile.processor_name() == "riscv64"
-
-
-def test_a_partition_of_an_unknown_model_has_no_better_one() -> None:
-    record = PartitionRecord.model_construct(shape=None)
-    assert record.better(None) is None
 
 
 def test_the_median_of_weights_that_do_not_add_up_is_the_largest_value() -> None:
