@@ -249,7 +249,7 @@ class Picture:
             if self.at is not None:
                 height, label, colour = self.at
                 axes.axhline(height, color=COLOURS[colour], label=label)
-            axes.set_title(title, fontsize=10)
+            axes.set_title(fill(title, 100 // len(shown)), fontsize=10)
             axes.set_xlabel(self.x_label, fontsize=10)
         if "y" in self.ratios:
             ratio_axis(panels[0], "y", heights)
