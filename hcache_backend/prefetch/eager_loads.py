@@ -281,7 +281,3 @@ class EagerLoads:
     def _host_freed(self, host_pages: Ids) -> None:
         self.until_saved(host_pages)
         self.restores.host_freed(host_pages)
-
-    def drop_restored(self) -> None:
-        """Drop all that was restored and not handed out."""
-        self.restores.give_all_back()

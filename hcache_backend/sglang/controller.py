@@ -110,7 +110,7 @@ class OwnPagesController(HybridCacheController, Controller):
         super().reset()
         self._loads.drop_queued()
         if self.eager is not None:
-            self.eager.drop_restored()
+            self.eager.restores.give_all_back()
         self._backups.drop_waiting()
         for checks in self._checks:
             checks.drop_waiting()

@@ -448,7 +448,7 @@ def build_stack(
         eager = EagerLoads(
             free_pages, pool, pipeline, loads, most, budget, l3, prefetches, new_rows
         )
-        runtime.on_weights_changed.append(eager.drop_restored)
+        runtime.on_weights_changed.append(eager.restores.give_all_back)
     stages = StagePages(runtime, pool.arena, plan.pages.host, new_stage_group)
     judge = partial(judge_hits, runtime, config)
     made = partial(OwnPagesController, runtime, pool, loads, eager, stages, kv_checks, judge)

@@ -227,7 +227,7 @@ def test_host_pages_are_left_alone_when_the_processor_wants_them(fronts: Fronts)
 def test_what_was_restored_is_given_back_when_it_means_nothing_any_more(fronts: Fronts) -> None:
     fronts.began()
     assert fronts.scene.pages.count() == PAGES - 8
-    fronts.eager.drop_restored()
+    fronts.eager.restores.give_all_back()
     assert (fronts.scene.pages.count(), fronts.eager.restores.pages) == (PAGES, 0)
     assert fronts.eager.restores.hand_out(np.arange(2)).ready.tolist() == [False] * 2  # type: ignore[union-attr]
 
