@@ -38,10 +38,6 @@ _LEAST_BATCH = 4  # pages of a read at least, if there are as many: disks need p
 _LAUNCH_SHARE = 4  # a GPU gets a quarter of a hit at a time, or the bytes that its bus copies
 _LAUNCH_BYTES = 64 << 20  # in 2 ms: a launch takes the scheduler thread 0.1 ms
 
-# launch(host_pages, slots) restores consecutive pages that have arrived: [p], [p * page_size].
-# Returns the restore, and the number of their first layers that must be recomputed yet.
-LaunchRestore = Callable[[Ids, torch.Tensor], tuple[RunningRestore, int]]
-
 
 @dataclass(eq=False)
 class Reserved:
@@ -135,7 +131,9 @@ class EagerRestores:
 
     _size: int  # tokens of a page
     _free: DevicePages
-    _launch: LaunchRestore
+    # _launch(host_pages, slots) restores consecutive pages that have arrived: [p], [p * page_size].
+    # Returns the restore, and the number of their first layers that must be recomputed yet.
+    _launch: Callable[[Ids, torch.Tensor], tuple[RunningRestore, int]]
     limit: int  # most reserved pages
     _at_once: Callable[[int], int] = lambda pages: 1  # from :func:`launch_pages`
 
