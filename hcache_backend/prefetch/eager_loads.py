@@ -56,7 +56,6 @@ class EagerLoads:
     def __post_init__(self) -> None:
         pages, pool = self._pages, self._pool
         self.governor = Governor()
-        self._controller: Controller | None = None  # None until the first turn
         # Not SGLang's stream of loads: that one waits for restores of other requests.
         self._stream = streams.new_stream(pages.device, "eager")
         self._saving = streams.new_stream(pages.device, "saves")
@@ -72,7 +71,7 @@ class EagerLoads:
         storage threads, on which all tensor-parallel ranks have agreed."""
         self.governor.look(self._prefetches)
         restores, size, cache = self.restores, self._pool.page_size, turn.cache
-        self._pages.cache, self._controller = cache, cache.cache_controller
+        self._pages.cache = cache
         reading = self._prefetches.reading
         for operation in restores.running():
             if operation not in reading:
@@ -81,7 +80,7 @@ class EagerLoads:
             prefetch = self._prefetches.of(operation)
             prefetch.anchor = prefetch.info and prefetch.info.anchor_node_id
             if operation not in restores.running():
-                self._begin(operation)
+                self._begin(operation, cache.cache_controller)
             there = range(operation.completed_tokens // size)
             meeting, met = prefetch.meeting, False
             if meeting is not None:
@@ -103,7 +102,7 @@ class EagerLoads:
         recomputed, self._recomputed = self._recomputed, False
         return recomputed
 
-    def _begin(self, operation: Any) -> None:
+    def _begin(self, operation: Any, controller: Controller) -> None:
         host_pages = self._pool.page_ids(operation.host_indices)
         keys = operation.hash_value[: len(host_pages)]
         if len(keys) <= eager.batch_pages(len(keys)):
@@ -114,8 +113,7 @@ class EagerLoads:
             unread = len(self._loads.methods.methods)
         self.restores.reserve(operation, keys, host_pages[: len(keys)], unread)
         # Forward passes that were launched may still use pages that are free already.
-        assert self._controller is not None
-        self._controller.after_forwards(self._stream)
+        controller.after_forwards(self._stream)
 
     def _launch(self, host_pages: Ids, slots: torch.Tensor) -> tuple[RunningRestore, int]:
         physical, lacking = self._pool.arena.physical(host_pages), self._loads.stored_from

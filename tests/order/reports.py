@@ -86,7 +86,7 @@ IN_PROCESS = {
     "stream.wait(streams.current_stream(self.device).record())": Report(
         "eager", "hcache copy reads what schedule writes"
     ),
-    "prefetch/eager_loads.py:_begin self._controller.after_forwards(self._stream)": Report(
+    "prefetch/eager_loads.py:_begin controller.after_forwards(self._stream)": Report(
         "eager", "hcache copy writes what forward writes"
     ),
 }

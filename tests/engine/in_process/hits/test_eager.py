@@ -138,7 +138,6 @@ class Slices:
                 "recomputation_failed": self.failures.append,
             },
         )
-        self.eager._controller = SimpleNamespace(tp_group=None)
         self.eager.governor = self
         self.eager._before_prefetch = lambda prefetch: (
             torch.zeros(SIZE, dtype=torch.int64) if self.known else None
