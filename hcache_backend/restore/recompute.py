@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -81,29 +82,14 @@ class RecomputePass:
         raise _LayersDone
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """A :class:`ProbedLayer` whose K is in the pool, in ``slots``."""
+class _Asked(NamedTuple):
+    """A :class:`ProbedLayer` whose K is in the pool."""
 
     q: torch.Tensor
-    pool: PagedPool
-    kernel: Any
-    slots: torch.Tensor
-
-    @property
-    def scale(self) -> float:
-        return float(self.kernel.scaling)
-
-    @property
-    def length(self) -> int:
-        return len(self.slots)
-
-    @property
-    def kv_heads(self) -> int:
-        return int(self.kernel.tp_k_head_num)
-
-    def keys(self, heads: slice) -> torch.Tensor:
-        return self.pool.fetch_keys(self.kernel, self.slots, self.q.dtype, heads)
+    scale: float
+    length: int
+    kv_heads: int
+    keys: Callable[[slice], torch.Tensor]
 
 
 @dataclass(eq=False)
@@ -118,7 +104,9 @@ class _ProbePass(RecomputePass):
         if k is None or v is None or not _plain(kernel):
             raise RecomputeRefused(f"layer {kernel.layer_id} has an attention of its own kind")
         heads = q.reshape(-1, kernel.tp_q_head_num, kernel.qk_head_dim)
-        self.layers.append(_Asked(heads, self._pool, kernel, self.keys))
+        scale, kv_heads = float(kernel.scaling), int(kernel.tp_k_head_num)
+        keys = partial(self._pool.fetch_keys, kernel, self.keys, heads.dtype)
+        self.layers.append(_Asked(heads, scale, len(self.keys), kv_heads, keys))
         return super().attend(kernel, q, k, v, False, engine)
 
 
