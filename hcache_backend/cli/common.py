@@ -36,7 +36,6 @@ Ranks = Annotated[int, Option("--tp", min=1, help="Tensor-parallel ranks.")]
 
 _COUNT: TypeAdapter[int] = TypeAdapter(Annotated[Bytes, Field(ge=1)])
 _DIGITS = {"namespace": 8, "key": 12, "writer": 8}  # that tables show
-_WIDE = 10_000  # of what is no terminal: a program that reads a table wants a row in one line
 
 
 class _Console(Console):
@@ -45,7 +44,7 @@ class _Console(Console):
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
         if not self.is_terminal:
-            self.width = _WIDE
+            self.width = 10_000  # a program that reads a table wants a row in one line
 
     def render_str(self, text: str, *args: Any, **options: Any) -> Text:
         return super().render_str(printable(text), *args, **options)

@@ -13,8 +13,6 @@ from hcache_backend import __version__
 from hcache_backend.cli import common, doctor, metrics_page, plan, store
 from hcache_backend.config import ConfigError
 
-_FAILURES = (common.Failure, OSError, sqlite3.Error, ConfigError, UnicodeError)
-
 
 class _Commands(TyperGroup):
     """Ends a command that cannot do its work with one line instead of a traceback, and status 2."""
@@ -26,7 +24,7 @@ class _Commands(TyperGroup):
             raise  # as in `hcache ls | head`; click ends quietly
         except ModuleNotFoundError as error:
             why = f"this command needs {error.name}: pip install {error.name}"
-        except _FAILURES as error:
+        except (common.Failure, OSError, sqlite3.Error, ConfigError, UnicodeError) as error:
             why = str(error).removeprefix("hcache: ")  # the table's name, and ours
         message = Text.assemble(("hcache:", "red"), f" {common.printable(why)}")
         common.say(message, console=common.errors)

@@ -26,7 +26,6 @@ from hcache_backend import metrics
 from hcache_backend.cli import common
 from hcache_backend.cli.common import SERVER, Failure, screen, table
 
-_SILENCE = 5.0  # seconds
 # Without the environment's proxies, which may not know the server: no_proxy has no 127.0.0.0/8.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 PROMPT = ("sglang:prefill_effective_tokens_total", "mode")  # prompt tokens by their source
@@ -53,7 +52,7 @@ def fetch(url: str) -> MetricsPage:
     if not whole.startswith(("http://", "https://")):
         raise NoMetrics(f"{server!r} is no address of a server; it must be http://HOST:PORT")
     try:
-        with _DIRECT.open(f"{whole}/metrics", timeout=_SILENCE) as answer:
+        with _DIRECT.open(f"{whole}/metrics", timeout=5.0) as answer:
             return parse(answer.read().decode(errors="replace"))
     except urllib.error.HTTPError as error:
         error.close()

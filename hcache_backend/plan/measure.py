@@ -40,10 +40,8 @@ OPERATIONS = ("hidden_copy", "kv_load", "projection", "dense", "attention")
 _SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _LEAST_POINTS = 2
 _LEAST_RUNS, _MOST_RUNS = 3, 50
-_FILE_BYTES = 512 << 20
 _COLD_BYTES = 64 << 20  # more than a processor's cache holds
 _LEAST_PIECES = 8
-_MOST_PIECE_BYTES = 16 << 20
 
 Work = Callable[[], object]
 Prepare = Callable[[int], tuple[float, Work]]  # of tokens: bytes or FLOPs, and the timed work
@@ -243,7 +241,7 @@ def read_rate(
     long. A read is a page of hidden states, at most 16 MiB. The nearest parent replaces a missing
     folder. Raises OSError if a folder cannot be used or is too full."""
     ops = ops or best_file_ops(config)
-    piece = round_up(min(PAGE * model.layers * model.hidden_bytes, _MOST_PIECE_BYTES))
+    piece = round_up(min(PAGE * model.layers * model.hidden_bytes, 16 << 20))
     with ExitStack() as stack:
         probes = [_written(stack, ops, path, piece, seconds, config) for path in config.dirs]
         direct = all(probe.io.alignment.flags for probe in probes)
@@ -258,7 +256,7 @@ def _written(
     folder = os.open(stack.enter_context(name), FOLDER)
     stack.callback(ops.close, folder)
     free = ops.free_bytes(folder) - config.min_free_bytes
-    pieces = min(_FILE_BYTES, free) // piece
+    pieces = min(512 << 20, free) // piece
     if pieces < _LEAST_PIECES:
         raise OSError(
             f"{path}: {max(free, 0)} bytes may still be written above 'min_free_bytes' "

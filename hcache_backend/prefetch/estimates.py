@@ -18,7 +18,6 @@ SHOWN_TOKENS = 4096  # rates are shown for operations of this size
 # time of an operation on ``tokens`` behind ``prefix``, in seconds; in any unit if unknown
 Curve = Callable[[int, float], float]
 
-_KEPT = 32
 # Weight of a measurement relative to the next one: two in a row outweigh all before them.
 _FADING = 0.65
 # About that of all measurements of four times the size, or a quarter; beyond, the model counts.
@@ -32,7 +31,7 @@ class Estimate:
     def __init__(self, curve: Curve, *, known: bool) -> None:
         self._curve = curve
         self._known = known
-        self._measured: deque[tuple[int, float]] = deque(maxlen=_KEPT)
+        self._measured: deque[tuple[int, float]] = deque(maxlen=32)
         self._medians: dict[int, float | None] = {}  # by tokens, until the next measurement
         self._lock = threading.Lock()
 

@@ -19,8 +19,6 @@ from hcache_backend.format.units import EIGHTHS, Shard
 from hcache_backend.ranks import Group
 from hcache_backend.streams import Event, Stream, current_stream
 
-_TIMEOUT = timedelta(minutes=5)
-
 Fetch = Callable[[torch.Tensor], None]  # writes this rank's shard into the given memory
 
 
@@ -48,7 +46,7 @@ class Exchange:
     def between(cls, ranks: Sequence[int], device: torch.device | str) -> Exchange:
         """Make the groups of global ``ranks``, in the order of shards; all of them call this."""
         own = list(ranks).index(dist.get_rank())
-        options = {"timeout": _TIMEOUT, "use_local_synchronization": True}
+        options = {"timeout": timedelta(minutes=5), "use_local_synchronization": True}
         groups = [dist.new_group(list(ranks), backend="gloo", **options)]
         if torch.device(device).type == "cuda":
             groups.append(dist.new_group(list(ranks), backend="nccl", **options))
