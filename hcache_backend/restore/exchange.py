@@ -122,15 +122,13 @@ class CollectiveOrder:
         for event in restores:
             self._forward.wait(event)
 
-    def restore_begins(self, *streams: Stream) -> None:
-        """Call before ``streams`` get collectives of a restore."""
-        if self._forward is None or self._device.type == "cpu":
-            return
-        launched = self._forward.record()
-        for stream in streams:
+    def restore_begins(self, stream: Stream) -> None:
+        """Call before ``stream`` gets collectives of a restore."""
+        if self._forward is not None and self._device.type != "cpu":
+            launched = self._forward.record()
             stream.wait(launched)
 
-    def restore_launched(self, *streams: Stream) -> None:
-        """Call when ``streams`` have got all of them."""
+    def restore_launched(self, stream: Stream) -> None:
+        """Call when ``stream`` has got all of them."""
         if self._device.type != "cpu":
-            self._restores += [stream.record() for stream in streams]
+            self._restores.append(stream.record())
