@@ -82,7 +82,7 @@ class RestorePipeline:
         loaded = range(first, len(self._layers))
         if any(self._layers[index].method == "recompute" for index in loaded):
             raise ValueError(f"layers after the first {first} are not stored")
-        device, moved = self._device, Counter[str]()
+        device, exchange, moved = self._device, self.exchange, Counter[str]()
         for index in loaded:
             moved[self._layers[index].method] += len(pages) * self._layout.segment_bytes[index]
         headers = self._layout.positions(self._memory.numpy())
@@ -91,13 +91,13 @@ class RestorePipeline:
         page_ids = torch.empty(len(pages), dtype=torch.int64, device=device)
         positions = torch.empty(len(slots), dtype=torch.int64, device=device)
         rows = TokenRows(positions, slots)
-        shared = rows if self.exchange is None else TokenRows(*map(torch.empty_like, rows))
-        pieces = FIRST_PIECES if recompute is None and self.exchange is None else 1
+        shared = rows if exchange is None else TokenRows(*map(torch.empty_like, rows))
+        pieces = FIRST_PIECES if recompute is None and exchange is None else 1
         launches = 1 if ahead else layers.MOST_LAUNCHES  # no forward pass waits for these
         chosen = {index: self._layers[index] for index in loaded}
         how = self._chunk_pages, pieces, launches
         parts = deque(layers.parts_of(chosen, page_ids, held_pages, rows, shared, *how))
-        bring = self._exchanged(parts, held_pages) if self.exchange else self._bring_own
+        bring = self._exchanged(exchange, parts, held_pages) if exchange else self._bring_own
         behind = current_stream(device).record()
         self._copy.wait(behind)
         for stream in (self._copy, self._compute):
@@ -109,9 +109,9 @@ class RestorePipeline:
         def bring_indices() -> None:
             page_ids.copy_(held_pages, non_blocking=True)
             positions.copy_(held_positions, non_blocking=True)
-            if shared is not rows:
+            if exchange is not None:
                 for source, target in zip(rows, shared, strict=True):
-                    self._order_by_shard(source, target)
+                    self._order_by_shard(exchange.shards, source, target)
 
         begin = self._copy.record(timed=True)
         self._copy.run(bring_indices)
@@ -211,10 +211,8 @@ class RestorePipeline:
         restore.layers += [done] * len(layers)
         return done
 
-    def _exchanged(self, parts: Sequence[Part], pages: torch.Tensor) -> _Bring:
+    def _exchanged(self, exchange: Exchange, parts: Sequence[Part], pages: torch.Tensor) -> _Bring:
         """A function that brings hidden parts by exchange. ``pages``: physical, on the CPU."""
-        exchange = self.exchange
-        assert exchange is not None
         if not exchange.on_scheduler_thread:
 
             def gather(part: Part, out: torch.Tensor) -> None:
@@ -252,10 +250,9 @@ class RestorePipeline:
 
         return copy
 
-    def _order_by_shard(self, source: torch.Tensor, target: torch.Tensor) -> None:
+    def _order_by_shard(self, shards: int, source: torch.Tensor, target: torch.Tensor) -> None:
         """Put rows into the order in which the shards of every chunk of pages arrive."""
-        assert self.exchange is not None
-        size, shards = self._layout.page_size, self.exchange.shards
+        size = self._layout.page_size
         for start in range(0, len(source), self._chunk_pages * size):
             chunk = source[start : start + self._chunk_pages * size]
             by_shard = chunk.view(-1, shards, size // shards).transpose(0, 1)
