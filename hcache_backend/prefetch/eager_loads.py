@@ -180,7 +180,7 @@ class EagerLoads:
             ended = offer.due.unread and offer.due.operation.is_terminated()
             pages = self._taken(offer, 0 if launched or ended else pages)
             if pages:
-                launched = self._recompute_slice(offer.due.first(pages))
+                launched = self._recompute_slice(offer.due.first(pages), offer.meeting)
         if launched:
             metrics.SLICES.count(decision)
 
@@ -200,8 +200,8 @@ class EagerLoads:
         follows = len(others) == due.operation.storage_start  # or its pages follow other tokens
         return len(others) + due.pages.start * self._pool.page_size if follows else None
 
-    def _recompute_slice(self, due: Recomputation) -> bool:
-        """Recompute all of ``due``. Returns True if that was launched."""
+    def _recompute_slice(self, due: Recomputation, meeting: Meeting | None) -> bool:
+        """Recompute all of ``due``, as in an :class:`Offer`. Returns True if that was launched."""
         others = self._before_prefetch(due.operation)
         if others is None:
             return False
@@ -240,12 +240,10 @@ class EagerLoads:
         if restore.failed is not None:
             self._loads.recomputation_failed(restore.failed)
             return True
-        if not due.unread:
+        if meeting is None:
             metrics.TOKENS.count("eager_recomputed", len(slots))
         else:
             metrics.L3_TOKENS.count("recomputed", len(slots))
-            meeting = self._prefetches.of(due.operation).meeting
-            assert meeting is not None
             meeting.launched(due.pages)
             due.operation.completed_tokens = meeting.pages * size
         return True
