@@ -288,8 +288,7 @@ class Prefetches:
             for record in self.ongoing.values():
                 self._tell(record, True)
             self.ongoing = Ongoing(self._tell)
-            for request, record in ongoing.items():
-                self.ongoing[request] = record
+            self.ongoing.update(ongoing)
         return self.ongoing
 
     def _tell(self, record: Record, over: bool) -> None:
