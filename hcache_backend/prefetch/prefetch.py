@@ -116,9 +116,8 @@ class Meeting:
         """Number of pages that the front may take next: those that are not read. Holds the lock
         until :meth:`take_offered`: the reader takes none while the ranks agree on them."""
         self._lock.acquire()
-        assert self._unread is not None
         # Pages taken but not launched have failed: there is no way past them.
-        return self._unread - self._taken if self._taken == self.front else 0
+        return self.unread if self._taken == self.front else 0
 
     def take_offered(self, pages: int) -> range:
         """The front takes ``pages`` of the pages that were offered."""
