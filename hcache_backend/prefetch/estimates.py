@@ -63,17 +63,14 @@ class Estimate:
         """Measured times relative to the curve; None if unknown."""
         with self._lock:
             if tokens not in self._medians:
-                self._medians[tokens] = self._median(tokens)
+                weighted = [
+                    (ratio, _FADING**age * min(size / tokens, tokens / size) ** 2)
+                    for age, (size, ratio) in enumerate(reversed(self._measured))
+                ]
+                if self._known:
+                    weighted.append((1.0, _MODEL_WEIGHT))
+                self._medians[tokens] = _median(weighted) if weighted else None
             return self._medians[tokens]
-
-    def _median(self, tokens: int) -> float | None:
-        weighted = [
-            (ratio, _FADING**age * min(size / tokens, tokens / size) ** 2)
-            for age, (size, ratio) in enumerate(reversed(self._measured))
-        ]
-        if self._known:
-            weighted.append((1.0, _MODEL_WEIGHT))
-        return _median(weighted) if weighted else None
 
 
 class Estimates:

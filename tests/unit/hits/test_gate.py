@@ -15,12 +15,8 @@ from hypothesis import strategies as st
 
 from hcache_backend.plan.profile import preset_profile
 from hcache_backend.plan.restore import Partition, Restore
-from hcache_backend.prefetch.estimates import (
-    LONGEST_PART_SECONDS,
-    STALLED_SECONDS,
-    Estimate,
-    waited_for_core,
-)
+from hcache_backend.prefetch import estimates
+from hcache_backend.prefetch.estimates import LONGEST_PART_SECONDS, STALLED_SECONDS, waited_for_core
 from hcache_backend.prefetch.gate import _JUDGED, Gpu
 from hcache_backend.prefetch.prefetch import Hit, Meeting, Prefetch, Prefetches, Recomputing, State
 from tests.unit.hits.gates import (
@@ -136,7 +132,7 @@ def test_the_front_of_an_earlier_hit_is_recomputed_first(gate: Gate) -> None:
 def test_a_turn_estimates_no_more_if_more_hits_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Counter[str]()
 
-    def counted(of: type, name: str) -> None:
+    def counted(of: object, name: str) -> None:
         original = getattr(of, name)
 
         def call(*args: Any, **others: Any) -> Any:
@@ -146,7 +142,7 @@ def test_a_turn_estimates_no_more_if_more_hits_wait(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(of, name, call)
 
     counted(Hit, "until_there")
-    counted(Estimate, "_median")
+    counted(estimates, "_median")
     found = []
     for hits in (50, 1000):
         gate = Gate()
