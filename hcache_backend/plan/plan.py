@@ -210,7 +210,7 @@ class PartitionPlan:
             "busy_ms": {name: value * 1e3 for name, value in self.busy("mix").items()},
             "binds": self.binds("mix"),
             "recomputes_front": self.recomputes_front,
-            "read_only_ms": self._simulated(self.partition, self.tokens, self.l3) * 1e3,
+            "read_only_ms": self._simulated(self.partition, self.tokens) * 1e3,
             "refused": self.refused,
             "at_length": {str(tokens): self.at_length(tokens) for tokens in LENGTHS},
             "notes": self.notes(),
@@ -221,8 +221,8 @@ class PartitionPlan:
             return self.stored
         return self.stored.recomputing(self.machine.first_layers(tokens, 0))
 
-    def _simulated(self, partition: Partition, tokens: int, l3: L3Path) -> float:
-        return replace(self.machine, partition=partition).seconds(tokens, l3)
+    def _simulated(self, partition: Partition, tokens: int) -> float:
+        return replace(self.machine, partition=partition).seconds(tokens, self.l3)
 
     def _unused(self, partition: Partition, tokens: int) -> float:
         """Seconds of reading layers from L3 that are recomputed."""
@@ -232,7 +232,7 @@ class PartitionPlan:
         return costs.reading(self.stored) - costs.reading(partition)
 
     def _seconds(self, partition: Partition, tokens: int) -> float:
-        seconds = self._simulated(partition, tokens, self.l3) + self._unused(partition, tokens)
+        seconds = self._simulated(partition, tokens) + self._unused(partition, tokens)
         if partition.recompute or not self.recomputes_front:
             return seconds
         return restores.until_there(seconds, self.machine.prefill(tokens, 0))

@@ -80,7 +80,7 @@ def parts_of(
     shared: TokenRows,
     chunk_pages: int,
     pieces: int,
-    launches: int = MOST_LAUNCHES,
+    launches: int,
 ) -> Iterator[Part]:
     """The parts of a restore, in the order in which they are copied. ``layers`` are the loaded ones
     by number, ascending. ``page_ids`` are physical pages, int64 ``[p]``; ``held_ids`` are the same
