@@ -26,12 +26,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hcache_backend.arena import Ids
 from hcache_backend.host.loads import Prepared, runs
 from hcache_backend.host.ports import DevicePages
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import StreamFailed
-
-Ids = npt.NDArray[np.int64]
 
 _READ_BATCHES = 16  # of a prefetch, about
 _LEAST_BATCH = 4  # pages of a read at least, if there are as many: disks need parallel requests

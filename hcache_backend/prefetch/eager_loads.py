@@ -13,13 +13,14 @@ import numpy as np
 import torch
 
 from hcache_backend import metrics, streams
+from hcache_backend.arena import Ids
 from hcache_backend.capture.hooks import RecomputedRows
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
 from hcache_backend.host.ports import Controller, DevicePages, HostPool
 from hcache_backend.metrics import logger
 from hcache_backend.plan.restore import side_by_side
 from hcache_backend.prefetch import eager
-from hcache_backend.prefetch.eager import EagerRestores, Ids, Recomputation
+from hcache_backend.prefetch.eager import EagerRestores, Recomputation
 from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.prefetch import Meeting, Prefetches
 from hcache_backend.prefetch.slices import Governor, SliceBudget
