@@ -257,7 +257,7 @@ def page_layout(
         for width in (model.head_dim, model.value_dim)
     )
     kv = StoredLayer(tuple(segments))
-    if model.latent or not partition.kv:
+    if model.latent:
         kv = hidden_layer(page_size, kv_bytes, model.kv_width)
     kinds = ((RECOMPUTED, partition.recompute), (hidden, partition.hidden), (kv, partition.kv))
     layers = tuple(layer for layer, count in kinds for _ in range(count))
