@@ -83,17 +83,12 @@ class Exchange:
             reason = problem or "another rank failed"
             raise ExchangeFailed(f"shards of hidden states were not exchanged: {reason}")
 
-    def whole(self, shard: torch.Tensor) -> torch.Tensor:
-        """All shards of ``shard`` (on the CPU), concatenated. Raises as :meth:`gather_now`."""
-        shards = shard.new_empty((self.shards, *shard.shape))
-        self.gather_now(shards, lambda own: own.copy_(shard))
-        return shards.flatten(0, 1)
-
     def check(self, device: torch.device | str) -> str | None:
         """Try the exchange, on all ranks at the same point; returns the problem, or None."""
         want = torch.arange(self.shards, dtype=torch.uint8).repeat_interleave(64).view(-1, 64)
         try:
-            here = self.whole(torch.full((1, 64), self.number, dtype=torch.uint8))
+            here = torch.zeros_like(want)
+            self.gather_now(here, lambda own: own.fill_(self.number))
             if not torch.equal(here, want):
                 return "shards of the ranks arrive in another order than they were sent"
             if not self.on_scheduler_thread:

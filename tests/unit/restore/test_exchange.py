@@ -172,9 +172,10 @@ def test_a_restore_that_fails_on_one_rank_fails_on_all_and_nobody_waits_for_ever
 
 
 def whole_and_check(exchange: Exchange) -> list[Any]:
-    own = torch.full((3,), exchange.number, dtype=torch.uint8)
+    shards = torch.empty((2, 3), dtype=torch.uint8)
+    exchange.gather_now(shards, lambda own: own.fill_(exchange.number))
     swapped = Exchange(1 - exchange.number, exchange._cpu_group)
-    return [exchange.whole(own).tolist(), exchange.check("cpu"), swapped.check("cpu")]
+    return [shards.flatten().tolist(), exchange.check("cpu"), swapped.check("cpu")]
 
 
 def test_whole_and_the_check_at_start(two_ranks: Results) -> None:
