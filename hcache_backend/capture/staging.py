@@ -47,26 +47,6 @@ from hcache_kernels.staging import (
 _AT_ONCE_BYTES = 64 << 20  # of rows encoded in one call: this device memory is in no plan
 
 
-class LayerRing:
-    """Staging memory for a step that is too long for its rows: layers use its parts in turn."""
-
-    def __init__(self, memory: torch.Tensor, part_bytes: int) -> None:
-        self.part_bytes = part_bytes
-        parts = len(memory) // part_bytes
-        self._parts = memory[: parts * part_bytes].split(part_bytes)
-        self._moved: list[Event | None] = [None] * parts
-        self._last = -1
-
-    def next(self) -> tuple[torch.Tensor, Event | None]:
-        """The next part, uint8 ``[part_bytes]``, and the event after which it may be written."""
-        self._last = (self._last + 1) % len(self._parts)
-        return self._parts[self._last], self._moved[self._last]
-
-    def used(self, moved: Event) -> None:
-        """The last part may be written again once ``moved`` has passed."""
-        self._moved[self._last] = moved
-
-
 @dataclass
 class Step:
     """One forward pass that is being captured."""
@@ -78,7 +58,6 @@ class Step:
     first: int | None  # in the ring of rows; None: its layers go round in the ring
     marks: torch.Tensor  # the step that wrote each row, int64 [layers, tokens] on the device
     layers_seen: list[int]  # how often Python saw each layer being staged
-    ring: LayerRing | None = None
 
 
 def stored_rows(
@@ -198,7 +177,9 @@ class StagedCapture:
         self._steps = 0
         self._next_row = 0
         self._in_flight: deque[tuple[int, int, Event]] = deque()  # rows [first, end) being read
-        self._ring: LayerRing | None = None
+        # Staging as parts that the layers of a long step use in turn, the last used one at the end,
+        # and the events after which they may be written again.
+        self._ring: deque[tuple[torch.Tensor, Event | None]] | None = None
         self._step: Step | None = None
         self._transfer = new_stream(self.device, "transfer")
 
@@ -260,12 +241,14 @@ class StagedCapture:
     def _use_layers(self, tokens: int, where: torch.Tensor, entry: StepEntry) -> Step:
         # No graph that copies to these rows is replayed: none is recorded for so long a step.
         size = tokens * self._staging.row_bytes
-        if self._ring is None or self._ring.part_bytes != size:
+        if self._ring is None or len(self._ring[0][0]) != size:
             self._wait_for_rows(0, self._staging.capacity)
-            self._ring = LayerRing(self._staging.staged.rows.view(-1), size)
+            memory = self._staging.staged.rows.view(-1)
+            parts = memory[: len(memory) // size * size].split(size)
+            self._ring = deque((part, None) for part in parts)
         shape = (self._staging.layers, tokens)
         marks = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        return Step(tokens, self._steps, where, entry, None, marks, [0] * shape[0], self._ring)
+        return Step(tokens, self._steps, where, entry, None, marks, [0] * shape[0])
 
     def _wait_for_rows(self, first: int, end: int) -> None:
         """Let the current stream wait for the transfers out of rows ``[first, end)``."""
@@ -291,9 +274,10 @@ class StagedCapture:
 
     def _move_layer(self, step: Step, layer: int, hidden: torch.Tensor) -> None:
         """Both stages of one layer, for a step that uses staging as a ring of layers."""
-        assert step.ring is not None
+        assert self._ring is not None
         now = current_stream(self.device)
-        part, moved = step.ring.next()
+        self._ring.rotate(-1)
+        part, moved = self._ring[-1]
         if moved is not None and not moved.query():
             self.waits_for_staging += 1
             now.wait(moved)
@@ -306,7 +290,7 @@ class StagedCapture:
         now.run(stage)
         self._transfer.wait(now.record())
         self._save(rows, step, slice(layer, layer + 1))
-        step.ring.used(self._transfer.record())
+        self._ring[-1] = part, self._transfer.record()
 
     def end(self, step: Step, *, replayed: bool) -> bool:
         """Launch stage two behind the forward pass; ``replayed`` ones showed Python no layer.
