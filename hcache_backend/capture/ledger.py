@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from hcache_backend.arena import Arena, Ids
@@ -33,10 +31,9 @@ class Read:
 class StepEntry:
     """One forward pass, as the arena sees it."""
 
-    read: Read  # its slots, then positions, then token ids: int64 [3 * n]
     promised: bool = False  # everything that captures its rows was launched
-    ticket: int | None = None  # of Arena.begin_step, once the arena knows the step
-    slots: Ids | None = None  # known with the ticket
+    # its slots and the ticket of Arena.begin_step, once the arena knows the step
+    begun: tuple[Ids, int] | None = None
 
 
 class Proof(NamedTuple):
@@ -117,9 +114,9 @@ class Ledger:
         where = torch.empty(shape, dtype=torch.int64, device=self._device)
         buffer, now = self.buffers.take(where.numel(), torch.int64), current_stream(self._device)
         now.run(lambda: launch(where, buffer.values))
-        entry = StepEntry(Read())
-        self._copies.append(_Copy(self.passes, [entry.read], [where.numel()], buffer, now.record()))
-        self._entries.append(_Entry(entry.read, partial(self._begin, entry), entry))
+        read, entry = Read(), StepEntry()
+        self._copies.append(_Copy(self.passes, [read], [where.numel()], buffer, now.record()))
+        self._entries.append(_Entry(read, partial(self._begin, entry), entry))
         return entry, where
 
     def take_counts(self) -> tuple[float, int, int]:
@@ -221,23 +218,19 @@ class Ledger:
 
     def _begin(self, entry: StepEntry, where: Ids) -> None:
         slots, positions, token_ids = where.reshape(3, -1)
-        entry.slots = slots
-        entry.ticket = self._arena.begin_step(slots, positions, token_ids, promised=entry.promised)
+        ticket = self._arena.begin_step(slots, positions, token_ids, promised=entry.promised)
+        entry.begun = slots, ticket
 
     def _apply_proofs(self) -> None:
         while self._proofs and self._proofs[0].done.query():
             step, verdicts, start, done = self._proofs[0]
-            if step is not None and step.ticket is None:
+            if step is not None and step.begun is None:
                 break
             self._proofs.popleft()
             done.synchronize()
             self.transfer_ms += start.elapsed_time(done)
-            if step is not None:
-                self._prove(step, verdicts.array)
+            if step is not None and step.begun is not None:
+                missing, unfit = self._arena.prove(*step.begun, verdicts.array)
+                self.tokens_missing += missing
+                self.tokens_unfit += unfit
             self.buffers.give_back(verdicts)
-
-    def _prove(self, step: StepEntry, verdicts: npt.NDArray[np.uint8]) -> None:
-        assert step.ticket is not None and step.slots is not None
-        missing, unfit = self._arena.prove(step.slots, step.ticket, verdicts)
-        self.tokens_missing += missing
-        self.tokens_unfit += unfit
