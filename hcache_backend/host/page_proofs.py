@@ -12,7 +12,7 @@ from hcache_backend import metrics
 from hcache_backend.arena import Arena, Ids
 from hcache_backend.format.envelope import key_bytes
 from hcache_backend.format.page import Bytes, Ints, PageLayout
-from hcache_backend.host.ports import Namespaces
+from hcache_backend.host.ports import Server
 from hcache_backend.metrics import logger
 
 
@@ -20,7 +20,7 @@ from hcache_backend.metrics import logger
 class PageProofs:
     """Pages with hidden states (``_captured``) have their header when their rows are proven."""
 
-    _runtime: Namespaces
+    _server: Server
     _arena: Arena
     _layout: PageLayout
     _captured: bool
@@ -52,27 +52,27 @@ class PageProofs:
     ) -> str | None:
         """Reason why a page (uint8 ``[page_bytes]``) must not be stored, or None; then its header
         is complete except its seal. ``token_ids``: int32 ``[page_size]``, from ``position`` on."""
-        runtime = self._runtime
+        server = self._server
         if self._captured:
-            if runtime.quarantine is not None:
+            if server.quarantine is not None:
                 return "page_in_quarantine"
             if not self._layout.is_stamped(page):
                 return "page_with_lost_rows"
-            if self._layout.namespace_of(page) != runtime.page_namespace():
+            if self._layout.namespace_of(page) != server.page_namespace():
                 return "host_page_of_other_namespace"
             same = np.array_equal(self._layout.token_ids(page), token_ids)
             return None if same else "host_page_of_other_tokens"
-        layout, weights = self._layout.of_page(page), runtime.weights
+        layout, weights = self._layout.of_page(page), server.weights
         if layout is None:
             return "page_of_another_form"
         if weights is None or weights.suspended is not None:
             return "page_of_other_weights"
         if position is None:
             return "page_without_position"
-        namespace = runtime.page_namespace(weights)
+        namespace = server.page_namespace(weights)
         if self._layout.problem(page, namespace, key, token_ids, segments=False) is None:
             return None  # it was sealed before, and a load may be reading its positions
-        layout.begin_header(page, namespace, runtime.writer)
+        layout.begin_header(page, namespace, server.writer)
         layout.positions(page)[:] = np.arange(position, position + self._layout.page_size)
         layout.token_ids(page)[:] = token_ids
         return None
@@ -83,7 +83,7 @@ class PageProofs:
         """Number of the first of these pages (int64 ``[p]``), which came from L3, that are those of
         ``keys`` and ``token_ids`` (int32 ``[p * page_size]``). ``verified``: L3 has checked their
         units. HiCache's storage thread."""
-        namespace, size = self._runtime.page_namespace(), self._layout.page_size
+        namespace, size = self._server.page_namespace(), self._layout.page_size
         for i, page in enumerate(self._arena.pages(host_pages)):
             wanted = token_ids[i * size : (i + 1) * size]
             asked = page, namespace, key_bytes(keys[i]), wanted
@@ -101,9 +101,9 @@ class PageProofs:
 
     def may_project(self, host_pages: Ids) -> bool:
         """True if all captured pages are of the present weights, and have positions of RoPE."""
-        if not self._captured or self._runtime.quarantine is not None:
+        if not self._captured or self._server.quarantine is not None:
             return not self._captured
-        namespaces = self._runtime.page_namespaces()
+        namespaces = self._server.page_namespaces()
         pages = self._arena.pages(host_pages, header=True)
         known = all(self._layout.namespace_of(page) in namespaces for page in pages)
         return known and all(map(self._has_known_positions, pages))

@@ -26,30 +26,20 @@ from hcache_backend.streams import Stream
 from hcache_kernels.codecs import Codec
 
 
-class Trust(Protocol):
-    """Whether the K and V of this process are believed (:class:`.Runtime`)."""
-
-    @property
-    def quarantine(self) -> str | None: ...
-    def begin_quarantine(self, reason: str) -> None: ...
-
-
-class Server(Trust, Protocol):
-    """A server with its model (:class:`.Runtime`)."""
+class Server(Protocol):
+    """A server with its model, and whether its K and V are believed (:class:`.Runtime`)."""
 
     runner: Any  # SGLang's ModelRunner
     config: HCacheConfig | None
+    writer: bytes
+    weights: Weights | None
     projection: list[LayerGroup]
     on_weights_changed: list[Callable[[], None]]
     on_caches_flushed: list[Callable[[], None]]
 
-
-class Namespaces(Trust, Protocol):
-    """Of own pages, by the weights that made them (:class:`.Runtime`)."""
-
-    writer: bytes
-    weights: Weights | None
-
+    @property
+    def quarantine(self) -> str | None: ...
+    def begin_quarantine(self, reason: str) -> None: ...
     def page_namespace(self, weights: Weights | None = None) -> bytes: ...
     def page_namespaces(self) -> tuple[bytes, ...]: ...
 
