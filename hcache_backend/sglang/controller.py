@@ -76,12 +76,8 @@ class OwnPagesController(HybridCacheController, Controller):
         self._backups = NodeBackups(pool, capture, layouts, self, self.start_writing, stages.alone)
         if capture is not None and not stages.alone:
             capture.ledger.without_results = _STAGED_PASSES
-        self._checks: list[KVChecks | ServiceChecks] = [kv_checks]
-        if checks is not None:
-            self._checks.insert(0, checks)
-        self._batches: BatchedReads | None = None
-        if eager is not None:
-            self._batches = BatchedReads(pool.page_size, self._report, runtime.l3)
+        self._checks = [each for each in (checks, kv_checks) if each is not None]
+        self._batches = BatchedReads(pool.page_size, self._report, runtime.l3) if eager else None
         self.prefix: Prefix = lambda: None  # slots of the tokens before the present load
         self._never_loaded = False  # True: host pages that no load can use are to be evicted
         super().__init__(*hicache, **arguments)
