@@ -276,7 +276,8 @@ class OwnPagesPool(HostKVCache, HostPool):
         return [self.kv_buffer]
 
     def get_data_page(self, index: Any, flat: bool = True) -> torch.Tensor:
-        return self.kv_buffer[self._physical(index), : self.page_layout.page_bytes]
+        [page] = self.arena.physical(np.array([int(index) // self.page_size])).tolist()
+        return self.kv_buffer[page, : self.page_layout.page_bytes]
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
         return torch.zeros(self.page_layout.page_bytes, dtype=torch.uint8)
@@ -286,6 +287,3 @@ class OwnPagesPool(HostKVCache, HostPool):
 
     def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
         return self.page_layout.page_bytes % page_size_bytes == 0
-
-    def _physical(self, index: Any) -> int:
-        return int(self.arena.physical(np.array([int(index) // self.page_size]))[0])
