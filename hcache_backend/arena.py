@@ -310,14 +310,13 @@ class Arena:
     def host_freed(self, host_pages: Ids) -> ShadowChanges:
         """HiCache freed ``host_pages``: tokens still on the device take their rows back as shadows.
         All that happened to their slots must be known, and recomputed rows must be there."""
-        self.stop_waiting(host_pages)
         linked = host_pages[self._device_page[host_pages] >= 0]
         rows = self._rows.reshape(-1, self.layout.page_size)[self._device_page[linked]]
         back = linked[(rows == _RowState.PROVEN).all(1)]
         pages = self._device_page[back]
         self._host[back], self._shadow[pages] = self._shadow[pages], self._host[back]
         self._host_page[pages] = self._device_page[back] = -1
-        self._unlink_host(host_pages)
+        self.host_dropped(host_pages)
         return ShadowChanges(pages, self._shadow[pages])
 
     def host_dropped(self, host_pages: Ids) -> None:
