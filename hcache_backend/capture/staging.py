@@ -355,8 +355,7 @@ class StagedCapture:
     def _use_shadows(self, changes: ShadowChanges) -> None:
         if not len(changes.device_pages):
             return
-        ids = np.stack((changes.device_pages, changes.physical))
-        both = held_for_device(ids, self.device)
+        both = held_for_device(np.stack(changes), self.device)
 
         def change() -> None:
             pages, physical = both.to(self.device, non_blocking=True)
