@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
@@ -216,20 +215,18 @@ class OwnPagesPool(HostKVCache, HostPool):
         """Mark the arrived pages that the codec cannot hold."""
         saved, self._saved = self._saved, []
         for event, host_pages, fits in saved:
-            if event.query():
-                self._arrived(host_pages, torch.vstack(fits).all(0).numpy())
-            else:
+            if not event.query():
                 self._saved.append((event, host_pages, fits))
-
-    def _arrived(self, host_pages: Ids, fits: npt.NDArray[np.bool_]) -> None:
-        tokens = len(self.arena.mark_saved(host_pages, fits)) * self.page_size
-        metrics.TOKENS.count("not_encodable", tokens)
-        if tokens and not self._warned:
-            self._warned = True
-            logger.warning(
-                f"hcache: pages of {tokens} tokens cannot be encoded: they are misses, and do not "
-                "go to L3 (logged once, counted always; codec 'none' encodes all)"
-            )
+                continue
+            unfit = self.arena.mark_saved(host_pages, torch.vstack(fits).all(0).numpy())
+            tokens = len(unfit) * self.page_size
+            metrics.TOKENS.count("not_encodable", tokens)
+            if tokens and not self._warned:
+                self._warned = True
+                logger.warning(
+                    f"hcache: pages of {tokens} tokens cannot be encoded: they are misses, and do "
+                    "not go to L3 (logged once, counted always; codec 'none' encodes all)"
+                )
 
     def divide(self, host_pages: Ids, layout: PageLayout) -> None:
         """Write ``layout`` to the headers of pages (int64 ``[n]``) that are about to be written."""
