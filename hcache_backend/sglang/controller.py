@@ -183,17 +183,14 @@ class OwnPagesController(HybridCacheController, Controller):
     def agreed(self, *fine: int) -> list[int]:
         """Smallest values over all ranks; at most 0 if a rank lost its trust: then this one does,
         too."""
-        *agreed, trusted = smallest(self.tp_group, *fine, self._trusted)
+        if self._capture is None and self._stages.alone:  # K and V need nothing from the model
+            trusts = not self._kv_checks.failed
+        else:
+            trusts = self._runtime.quarantine is None
+        *agreed, trusted = smallest(self.tp_group, *fine, trusts)
         if not trusted and self._capture is not None:
             self._runtime.begin_quarantine("another tensor-parallel rank failed its self-check")
         return [one if trusted else min(one, 0) for one in agreed]
-
-    @property
-    def _trusted(self) -> bool:
-        """True if this rank may load pages; those of K and V need nothing from the model."""
-        if self._capture is None and self._stages.alone:
-            return not self._kv_checks.failed
-        return self._runtime.quarantine is None
 
     def after_forwards(self, stream: streams.Stream) -> None:
         """Let a stream of transfers wait for the forward passes that were launched."""
