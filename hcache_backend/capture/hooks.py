@@ -127,7 +127,8 @@ class HiddenCapture:
             return self._begin_step(capture, batch)
         except Exception:
             capture.give_up_step()
-            capture.ledger.not_captured(_slots(batch))
+            if (slots := _slots(batch)) is not None:
+                capture.ledger.not_captured(slots)
             raise
 
     def _begin_step(self, capture: StagedCapture, batch: Any) -> Step | None:
