@@ -211,15 +211,6 @@ class Disk:
             self.failed(what, error, writing=writing)
             return otherwise
 
-    def _ask_alone(self, work: Callable[[Folder], object]) -> None:
-        """Do ``work`` with the folder's lock, to change it, if it is there and works."""
-
-        def alone(folder: Folder) -> None:
-            with folder.lock.held(_LOCK_SECONDS):
-                work(folder)
-
-        self._ask(alone, None, writing=True)
-
     # ---- the index: see there; nothing is in it while the folder is away ----
 
     def coverage(self, namespace: bytes, keys: Sequence[bytes]) -> list[Eighths]:
@@ -292,14 +283,15 @@ class Disk:
         name = entry.name
 
         def work(folder: Folder) -> None:
-            [files] = folder.index.lookup(name.namespace, [name.key])
-            same = entry in [known._replace(rank=entry.rank) for known in files]
-            if same and (
-                folder.delete_page(name, damaged) if damaged else not folder.has_file(name)
-            ):
-                folder.index.remove([name])
+            with folder.lock.held(_LOCK_SECONDS):
+                [files] = folder.index.lookup(name.namespace, [name.key])
+                same = entry in [known._replace(rank=entry.rank) for known in files]
+                if same and (
+                    folder.delete_page(name, damaged) if damaged else not folder.has_file(name)
+                ):
+                    folder.index.remove([name])
 
-        self._ask_alone(work)
+        self._ask(work, None, writing=True)
 
     def start_writing(self, writes: Sequence[PageWrite], deadline: float) -> Writing:
         """Have threads write shards to nameless files, the first ones if there is no room for all;
