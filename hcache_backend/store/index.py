@@ -166,21 +166,17 @@ class Index:
     def entries(self, namespace: bytes = b"") -> Iterator[Entry]:
         """All entries of a namespace (of all namespaces), perhaps without those that come now."""
         page = namespace
-        while True:
-            [(found,)] = self._rows(_NEXT, page, _AT_A_TIME, seconds=_WAIT_SECONDS)
-            for record in _from_hex(found):
+        while found := _from_hex(self._rows(_NEXT, page, _AT_A_TIME, seconds=_WAIT_SECONDS)):
+            for record in found:
                 page = record[:_NAME_BYTES]
                 if not page.startswith(namespace):
                     return
                 yield from _unpack(page, record[_NAME_BYTES:])
-            if found is None:
-                return
 
     def oldest(self, number: int, after: Entry | None = None) -> list[Entry]:
         """The first ``number`` entries, lowest rank first, ``after`` one that may be gone. The
         folder's lock is held."""
-        [(found,)] = self._rows(_OLDEST, _mark(after) if after else b"", number)
-        marks = sorted(_from_hex(found))
+        marks = sorted(_from_hex(self._rows(_OLDEST, _mark(after) if after else b"", number)))
         files = self._files([_unmark(mark)[1] for mark in marks])
         entries = {_mark(entry): entry for some in files.values() for entry in some}
         if not entries.keys() >= set(marks):
@@ -381,14 +377,16 @@ def _find(connection: sqlite3.Connection, pages: Sequence[bytes]) -> dict[bytes,
     records: dict[bytes, bytes] = {}
     for begin in range(0, len(pages), _KEYS_AT_A_TIME):
         some = pages[begin : begin + _KEYS_AT_A_TIME]
-        [(found,)] = connection.execute(_FIND, (len(some), b"".join(some))).fetchall()
-        records |= {row[:_NAME_BYTES]: row[_NAME_BYTES:] for row in _from_hex(found)}
+        rows = connection.execute(_FIND, (len(some), b"".join(some))).fetchall()
+        records |= {row[:_NAME_BYTES]: row[_NAME_BYTES:] for row in _from_hex(rows)}
     if not records.keys() <= {*pages}:
         raise DamagedIndexError("a page was found that nobody asked for")
     return records
 
 
-def _from_hex(found: str | None) -> list[bytes]:
+def _from_hex(rows: list[tuple[str | None]]) -> list[bytes]:
+    """What a statement with one row has found."""
+    [(found,)] = rows
     return list(map(bytes.fromhex, found.split(","))) if found else []
 
 
