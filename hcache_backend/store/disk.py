@@ -513,7 +513,8 @@ class Disk:
                 self._in_vain += 1
                 self._evictions += 1
                 wanted = max(wanted, margin(folder.index.totals().bytes))
-                self._evict(folder, wanted, deadline - time.monotonic())
+                seconds = deadline - time.monotonic()
+                evict(folder, wanted, LAST_RANK, seconds, self._stats, self._problems)
         return True
 
     def _evict_for(
@@ -522,7 +523,7 @@ class Disk:
         """Make room for ``incoming`` bytes."""
         room = room_for(folder, self._config, incoming, on_disk)
         if not room.of_disk or self._in_vain < _EVICTIONS_IN_VAIN:
-            evicted = self._evict(folder, room.excess, seconds, below)
+            evicted = evict(folder, room.excess, below, seconds, self._stats, self._problems)
             room = room_for(folder, self._config, incoming, on_disk)
             # Others may take the space, or the file system keep it for root.
             if evicted and room.of_disk and not room.fits:
@@ -530,9 +531,6 @@ class Disk:
         if room.bound is not None:
             self.note_problem("full", f"is full: {room.bound}; new pages are not stored")
         return room
-
-    def _evict(self, folder: Folder, wanted: int, seconds: float, below: int = LAST_RANK) -> bool:
-        return evict(folder, wanted, below, seconds, self._stats, self._problems)
 
     def _delete(self, folder: Folder, name: PageName) -> bool:
         try:
