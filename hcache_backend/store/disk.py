@@ -83,7 +83,6 @@ class Disk:
         is_new = not os.path.exists(self.path / store_folder.MARKER)  # noqa: PTH110  raises nothing
         most = store_folder.descriptors_of_each(len(self._config.dirs))
         folder = Folder(self.path, self._ops, create=create, descriptors=most)
-        folder.users = 1
         with self._state:
             self._folder, self._index_is_broken = folder, False
             self._errors_in_a_row, self._rest_until = [0, 0], [0.0, 0.0]

@@ -171,7 +171,7 @@ class Folder:
     that are not a store's. Its ``lock`` is held for a change of the index or of names.
 
     ``index_is_partial``: page files may be there that the index does not know. ``users`` hold it
-    open; the :class:`.disk.Disk` counts them.
+    open, the first one is who opened it; the :class:`.disk.Disk` counts them.
 
     Args:
         create: Make the folder, or make an empty one a store's.
@@ -190,7 +190,7 @@ class Folder:
         readonly: bool = False,
         descriptors: int = LANES,
     ) -> None:
-        self.path, self.ops, self.users = path, ops, 0
+        self.path, self.ops, self.users = path, ops, 1
         if create:
             if (problem := why_not(path, ops)) is not None:
                 raise problem
