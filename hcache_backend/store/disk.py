@@ -297,9 +297,8 @@ class Disk:
         they start none after ``deadline``."""
         incoming = sum(write.entry.file_bytes for write in writes)
         below = min(write.entry.rank for write in writes)
-        writes = self._first_of(
-            writes, self.make_room(incoming, deadline - time.monotonic(), below)
-        )
+        room = self.make_room(incoming, deadline - time.monotonic(), below)
+        writes = self._first_of(writes, room)
         tried: list[PageWrite] = []
         work = partial(self._write_all, deadline, tried)
         return len(writes), tried, self._start(self.writers, work, writes)
