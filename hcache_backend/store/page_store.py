@@ -51,7 +51,7 @@ class PageStore:
         background: bool = True,
     ) -> None:
         check_bytes("writer", writer, WRITER_BYTES)
-        self._config, self._writer, self._closed = config, writer, False
+        self._config, self._writer = config, writer
         self.stats = StoreStats()
         self.disks: list[Disk] = []
         self._recency = Recency(self.disks)
@@ -222,9 +222,8 @@ class PageStore:
 
     def close(self) -> None:
         """Release what the store holds; calling it again does nothing."""
-        if self._closed:
+        if self._stopping.is_set():
             return
-        self._closed = True
         self._stopping.set()
         for thread in self._maintenance:
             thread.join(10.0)
