@@ -142,9 +142,8 @@ class PageStore:
                 entry = Entry(name, *sizes, self._writer, ranks[number])
                 work.append(PageWrite(number, entry, memory, layout))
         disks = [disk for disk in self.disks if disk.is_online(writing=True)]
-        if work and not disks:
+        if not disks:
             self.stats.add(pages_dropped_offline=len(work))
-            work = []
         before: list[tuple[Disk, Writing]] = []
         largest = max((write.memory.length for write in work), default=1)
         size = max(1, _GROUP_BYTES * len(disks) // largest)
