@@ -257,9 +257,7 @@ class PageStore:
             numbers = [number for number, left in enumerate(missing) if left]
             listed = disk.lookup(namespace, [keys[number] for number in numbers])
             for number, entries in zip(numbers, listed, strict=True):
-                if len(entries) > 1:
-                    entries.sort(key=lambda entry: entry.name.shard.of)
-                for entry in entries:
+                for entry in sorted(entries, key=lambda entry: entry.name.shard.of):
                     useful = entry.name.shard.eighths & missing[number]
                     if useful and (not on_disk or disk.holds_file(entry.name)):
                         found[number].append((disk, entry, useful))
