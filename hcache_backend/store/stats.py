@@ -38,13 +38,11 @@ class StoreStats:
     bytes_copied: int = 0
     folders_lost: int = 0
     syncs: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     # called with the names of evicted pages
-    on_evicted: Callable[[Sequence[PageName]], object] = field(default=len, compare=False)
+    on_evicted: Callable[[Sequence[PageName]], object] = len
     # called now and then with a folder and bytes: of its pages, its quota, free on its disk
-    on_room: Callable[[str, dict[str, int]], object] = field(
-        default=lambda folder, found: None, compare=False
-    )
+    on_room: Callable[[str, dict[str, int]], object] = lambda folder, found: None
 
     def add(self, **increments: int) -> None:
         with self.lock:
