@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -51,8 +50,8 @@ class HCacheStorage(HiCacheStorage):
     verifies_segments = True
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
-        joined = attach.join(storage_config, make_backend)
-        self._runtime, config, self._kv_fields, store, shared = joined
+        self._joined = attach.join(storage_config, make_backend)
+        self._runtime, config, self._kv_fields, store, shared = self._joined
         self._config = storage_config
         self._tier = Tiered(LocalTier(store, self._runtime.writer), shared, self._runtime.l3)
         self._pools: dict[str, PoolPages] = {}
@@ -70,7 +69,6 @@ class HCacheStorage(HiCacheStorage):
             logger.warning("hcache: a decode server only writes L3: %s", why)
         self._runtime.on_quarantine.append(self._drop_own_pages)
         self._runtime.on_weights_changed.append(self.backups.finish)
-        self._report = partial(_report, joined, storage_config)
         self._reported = time.monotonic()
         self._report()
         quota = f"at most {config.quota_bytes / 1e9:.1f} GB in each" if config.quota_bytes else ""
@@ -338,16 +336,15 @@ class HCacheStorage(HiCacheStorage):
             # Not in the thread that reads or writes: the folders may be slow.
             threading.Thread(target=self._report, name="hcache-report", daemon=True).start()
 
+    def _report(self) -> None:
+        with _catching("report"):
+            attach.leave_report(self._joined, self._config)
+
     def _drop_own_pages(self) -> None:
         dropped = 0
         with _catching("drop"):
             dropped = self._tier.quarantine(self._namespaces())
         logger.error("hcache: %d pages that this server wrote were deleted", dropped)
-
-
-def _report(joined: attach.Joined, config: HiCacheStorageConfig) -> None:
-    with _catching("report"):
-        attach.leave_report(joined, config)
 
 
 def _catching(what: str) -> AbstractContextManager[None]:
