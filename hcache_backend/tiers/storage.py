@@ -98,8 +98,7 @@ class HCacheStorage(HiCacheStorage):
         self, keys: list[str], host_indices: torch.Tensor, extra_info: _Extra = None
     ) -> list[bool]:
         found = self._get(keys, host_indices, extra=extra_info)
-        pages = _leading(found)
-        self._count_tokens(unreadable=len(keys) - pages)
+        self._count_tokens(unreadable=len(keys) - _leading(found))
         self._renew_report()
         return found
 
