@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -287,8 +287,7 @@ class CopyQueue(_Worker):
 
 
 def _copy(row: Bytes, page: Parts) -> Parts:
-    ends = [*accumulate((part.nbytes for part in page), initial=0)]
-    copies = [row[start:end] for start, end in pairwise(ends)]
+    *copies, _ = np.split(row, list(accumulate(part.nbytes for part in page)))
     for copy, part in zip(copies, page, strict=True):
         copy[:] = np.frombuffer(part, np.uint8)
     return [copy.data for copy in copies]
