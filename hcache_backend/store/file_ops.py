@@ -342,8 +342,7 @@ class PageIO:
             end[: len(tail)], end[len(tail) :] = tail, bytes(whole - length)
             move_all(self._ops.write, fd, [*body, end] if end else body, 0, whole)
             return len(tail)
-        pieces = [*pieces, _ZEROS[: whole - length]] if whole > length else pieces
-        file, bounce = PageMemory(pieces), self.scratch.bounce
+        file, bounce = PageMemory([*pieces, _ZEROS[: whole - length]]), self.scratch.bounce
         for start in range(0, whole, len(bounce)):
             size = min(len(bounce), whole - start)
             for piece, room in _beside(file.pieces(start, size), bounce):
