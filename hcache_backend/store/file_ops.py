@@ -78,7 +78,6 @@ def kvikio_state() -> KvikioState:
     return KvikioState("compat", "cuFile (libcufile.so.0) does not load, or this is WSL")
 
 
-Buffer = memoryview | bytearray | bytes
 _Move = Callable[[int, Sequence[memoryview], int], int]
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY  # opens a folder
@@ -112,7 +111,7 @@ class FileOps:
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.preadv(fd, buffers[:MAX_VECTORS], offset)
 
-    def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+    def write(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
         return os.pwritev(fd, buffers[:MAX_VECTORS], offset)
 
     def rename(self, source: str, source_fd: int, target: str, target_fd: int) -> None:
