@@ -74,7 +74,6 @@ _SECTOR = 512  # direct I/O takes memory that begins at a multiple of it, on mos
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int32]
-Digests = npt.NDArray[np.uint64]
 
 
 class StoredLayer(NamedTuple):
@@ -326,7 +325,7 @@ class PageLayout:
         start = TOKENS + 8 * self.page_size
         return slice(start, start + len(self._tables))
 
-    def _digests(self, page: Bytes) -> Digests:
+    def _digests(self, page: Bytes) -> npt.NDArray[np.uint64]:
         """View of the digests in the header: of all units but the header, which has a checksum."""
         start = self.tables_at.stop
         end = start + _DIGEST.itemsize * (len(self.units) - 1)
