@@ -163,7 +163,7 @@ class Session:
     def _remove(self) -> None:
         """Remove unfinished files; the next opening removes the rest."""
         with suppress(OSError), opened(self._ops, _SESSIONS, FOLDER, self._root_fd) as sessions_fd:
-            _remove_session(self._ops, sessions_fd, self.token)
+            _remove_with_files(self._ops, self.token, sessions_fd)
 
 
 class Folder:
@@ -628,10 +628,15 @@ def _remove_old_indexes(ops: FileOps, root_fd: int) -> None:
 
 
 def _remove_with_files(ops: FileOps, name: str, dir_fd: int) -> None:
+    """Remove a folder of an index, or of a session, which has lanes."""
     with opened(ops, name, FOLDER, dir_fd) as fd:
-        for file in ops.list(fd):
-            ops.unlink(file, fd)
-    ops.remove_folder(name, dir_fd)
+        # The lock file goes last: what is left of a session is then still recognised.
+        for file in sorted(ops.list(fd), key=lambda file: file == _LOCK):
+            if file.startswith(_LANE):
+                _remove_with_files(ops, file, fd)
+            else:
+                ops.unlink(file, fd)
+        ops.remove_folder(name, dir_fd)
 
 
 def _boot_id() -> bytes:
@@ -655,18 +660,7 @@ def _remove_dead_sessions(ops: FileOps, root_fd: int) -> None:
                     except FileNotFoundError:
                         dead = True  # sessions start under the folder's lock
                 if dead:
-                    _remove_session(ops, sessions_fd, token)
-
-
-def _remove_session(ops: FileOps, sessions_fd: int, token: str) -> None:
-    with opened(ops, token, FOLDER, sessions_fd) as session_fd:
-        # The lock file goes last: what is left is then still recognised.
-        for name in sorted(ops.list(session_fd), key=lambda name: name == _LOCK):
-            if name.startswith(_LANE):
-                _remove_with_files(ops, name, session_fd)
-            else:
-                ops.unlink(name, session_fd)
-        ops.remove_folder(token, sessions_fd)
+                    _remove_with_files(ops, token, sessions_fd)
 
 
 def write_sidecar(folder: Path, name: str, text: str, *, replace: bool = True) -> None:
