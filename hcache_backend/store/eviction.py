@@ -66,7 +66,7 @@ class Recency:
     def note(self, namespace: bytes, keys: Keys, first: int = 0) -> None:
         """See :meth:`.PageStore.use`. The thread that saves the use reads all keys but the last."""
         if keys:
-            self._note((namespace, keys, first, self._now()))
+            self._note(namespace, keys, first, self._now())
 
     def note_new(
         self, namespace: bytes, prefix: Keys, keys: Keys, *, alone: bool = False
@@ -75,7 +75,7 @@ class Recency:
         there already; returns their ranks. ``alone``: they are of use without the ``prefix``."""
         if alone:
             first, now = len(prefix), self._now()
-            self._note((namespace, [*prefix, *keys], first, now))
+            self._note(namespace, [*prefix, *keys], first, now)
             return [now - place for place in range(first, first + len(keys))]
         with self._saving:
             young, now = self._young(), self._now()
@@ -94,7 +94,7 @@ class Recency:
                 if place >= len(prefix):
                     ranks.append(epoch - place)
             if used:
-                self._note((namespace, [*prefix, *keys][:used], 0, now))
+                self._note(namespace, [*prefix, *keys][:used], 0, now)
             return ranks
 
     def save(self) -> None:
@@ -110,11 +110,10 @@ class Recency:
                 if change:
                     disk.raise_ranks(change)
 
-    def _note(self, use: _Use) -> None:
-        namespace, keys, *_ = use
+    def _note(self, namespace: bytes, keys: Keys, first: int, epoch: int) -> None:
         with self._lock:
             if self._pending_keys < _PENDING_AT_MOST:
-                self._pending[namespace, keys[-1]] = use
+                self._pending[namespace, keys[-1]] = namespace, keys, first, epoch
                 self._pending_keys += len(keys)
 
     def _apply(self, use: _Use, young: int, changes: _Changes) -> None:
