@@ -230,15 +230,14 @@ class HCacheStorage(HiCacheStorage):
     def _get(
         self, keys: Sequence[str], host_indices: Any, pool: str = PoolName.KV, extra: _Extra = None
     ) -> list[bool]:
-        found = [False] * len(keys)
         with _catching("get"):
             pages = self._pages(pool, keys, extra)
             buffers = self._pools[pool].memory(host_indices, len(keys), read=True)
             if pages is not None and buffers is not None:
                 arrived = _all_parts(map(self._tier.get, pages, buffers.parts), len(keys))
                 buffers.finish(arrived)
-                found = arrived
-        return found
+                return arrived
+        return [False] * len(keys)
 
     def _set(
         self, keys: Sequence[str], host_indices: Any, pool: str = PoolName.KV, extra: _Extra = None
