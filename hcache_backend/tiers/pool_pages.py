@@ -124,7 +124,7 @@ class PoolPages:
 
         def finish(arrived: Sequence[bool]) -> None:
             for index, copy, ok in zip(first, copies, arrived, strict=True):
-                if ok and read:
+                if ok:
                     pool.set_from_flat_data_page(index, copy)
 
         return PoolMemory([[[memoryview(data).cast("B")] for data in flat]], finish)
