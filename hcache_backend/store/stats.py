@@ -16,7 +16,7 @@ QUIET_SECONDS = 60.0
 
 @dataclass
 class StoreStats:
-    """Counters since the store was opened (all but the last two are counters)."""
+    """Counters since the store was opened (the numbers)."""
 
     pages_written: int = 0
     bytes_written: int = 0

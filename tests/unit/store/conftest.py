@@ -23,7 +23,7 @@ def stores_are_closed() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_folder_is_on_the_disk_of_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hcache_backend.store.disk._device_of_root", lambda: -1)
+    monkeypatch.setattr("hcache_backend.store.disk.store_folder.device_of_root", lambda: -1)
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def test_nothing_is_stored_where_the_disk_is_not_mounted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     root = tmp_path.stat().st_dev
-    monkeypatch.setattr("hcache_backend.store.disk._device_of_root", lambda: root)
+    monkeypatch.setattr("hcache_backend.store.disk.store_folder.device_of_root", lambda: root)
     disk, place = mount("-t", "tmpfs", "-o", "size=64m", "tmpfs"), tmp_path / "ssd0"
     bind, unmount = ["mount", "--bind", disk, place], ["umount", "-l", place]
     place.mkdir()
@@ -112,7 +112,7 @@ def test_a_new_folder_on_the_file_system_of_root_is_said_once(
 ) -> None:
     for device, expected in ((tmp_path.stat().st_dev, 1), (-1, 0)):
         monkeypatch.setattr(
-            "hcache_backend.store.disk._device_of_root", lambda device=device: device
+            "hcache_backend.store.disk.store_folder.device_of_root", lambda device=device: device
         )
         for _ in range(2):
             open_quiet(tmp_path / str(device)).close()
