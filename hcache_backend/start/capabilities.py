@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from hcache_backend import metrics
-from hcache_backend.config import HCacheConfig
 from hcache_backend.metrics import logger
 from hcache_backend.projection.exactness import TOLERANCE
 from hcache_backend.projection.paged_pool import full_attention, holds_latents, planes_of
@@ -42,7 +41,6 @@ class Server:
     kvcache: Any = None  # SGLang's KV pool, ...
     allocator: Any = None  # ...and the allocator of its pages, if known
     exchanges: bool = False  # restores have collectives between ranks
-    config: HCacheConfig | None = None
 
     @property
     def args(self) -> Any:
@@ -74,7 +72,7 @@ class Server:
         return str(self.runtime.runner.attn_backend.prefill_attention_backend_str)
 
     def asks(self, option: str, value: object) -> bool:
-        return bool(getattr(self.config or self.runtime.config, option) == value)
+        return bool(getattr(self.runtime.config, option) == value)
 
 
 class Need(NamedTuple):

@@ -234,7 +234,7 @@ def judge_hits(runtime: Runtime, config: HCacheConfig | None, backend: str | Non
     """Judge and measure L3 hits from now on: of our store, or of another ``backend`` with own
     pages. All ranks call it at the same point, at attach. Raises ConfigError on every rank if the
     profile is unusable."""
-    if config is not None and may_judge(runtime, config):
+    if config is not None and may_judge(runtime):
         machine = _machine(runtime, config)
         if backend is not None and machine is not None and machine.profile is not None:
             unmeasured = machine.profile.model_copy(update={"l3": None})  # this L3 was not
@@ -242,11 +242,11 @@ def judge_hits(runtime: Runtime, config: HCacheConfig | None, backend: str | Non
         runtime.judge(machine, backend or "hcache", config.min_gain)
 
 
-def may_judge(runtime: Runtime, config: HCacheConfig) -> bool:
+def may_judge(runtime: Runtime) -> bool:
     """Whether hits are judged and measured; until a gate is set every hit is read. Without host
     pages of their own prefetches end in other ways than the gate can follow."""
     runtime.hit_gate = None
-    if refusal(JUDGING, Server(runtime, config=config)) is not None:
+    if refusal(JUDGING, Server(runtime)) is not None:
         return False
     if (missing := hooks.install(hooks.HITS)) is not None:
         what = "every L3 hit is read, even if L3 is slower than computing"

@@ -399,7 +399,7 @@ def test_which_servers_judge_hits(
 ) -> None:
     monkeypatch.setattr(machine.hooks, "install", lambda hooks: missing)
     runtime, _ = server()
-    assert machine.may_judge(runtime, HCacheConfig()) is (missing is None)
+    assert machine.may_judge(runtime) is (missing is None)
     said = "every L3 hit is read, even if L3 is slower than computing: a hook is missing"
     assert (said in caplog.text) is (missing is not None)
 
