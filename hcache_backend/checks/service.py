@@ -110,7 +110,7 @@ class _Checks(ABC, Generic[_Layer, _Left]):
         self._layers.rotate(-_LAYERS)
         check = _Check(int(host_pages[i]), self._parts(int(host_pages[i]), layers))
         with self._pace.work(), _catching():
-            self._launch(check, layers, slots[i * size : (i + 1) * size])
+            self._launch(check, slots[i * size : (i + 1) * size])
         check.event = current_stream(slots.device).record()
         self._waiting.append(check)
 
@@ -127,7 +127,7 @@ class _Checks(ABC, Generic[_Layer, _Left]):
         """The parts of a page that are compared one after the other, one in a turn."""
 
     @abstractmethod
-    def _launch(self, check: _Check[_Left], layers: Sequence[_Layer], slots: torch.Tensor) -> None:
+    def _launch(self, check: _Check[_Left], slots: torch.Tensor) -> None:
         """Begin to bring the buffer of ``check``; may raise. ``slots``: of the page's tokens."""
 
     def _choose(self, pages: int) -> int | None:
@@ -184,7 +184,7 @@ class KVChecks(_Checks[int, _Part]):
             at = end
         return parts
 
-    def _launch(self, check: _Check[_Part], layers: Sequence[int], slots: torch.Tensor) -> None:
+    def _launch(self, check: _Check[_Part], slots: torch.Tensor) -> None:
         every = [layer for slot, _, part in check.left if part == 0 for layer in slot]
         check.buffer = self._to_host(self._kv.held(every, slots))
 
@@ -295,16 +295,11 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
     def _parts(self, host_page: int, layers: Sequence[AttentionLayer]) -> deque[AttentionLayer]:
         return deque(layers)
 
-    def _launch(
-        self,
-        check: _Check[AttentionLayer],
-        layers: Sequence[AttentionLayer],
-        slots: torch.Tensor,
-    ) -> None:
-        """Differences of ``layers`` from the pool, float64 ``[layers * 2]``, go to the buffer, if
+    def _launch(self, check: _Check[AttentionLayer], slots: torch.Tensor) -> None:
+        """Differences of the layers from the pool, float64 ``[layers * 2]``, go to the buffer, if
         all can be computed. All ranks get to the exchange of each layer, even if one raises; the
         collectives of an attention module are not covered. Raises ExchangeFailed on all ranks."""
-        layout, device = self._pool.page_layout, slots.device
+        layers, layout, device = check.left, self._pool.page_layout, slots.device
         host_page = np.array([check.host_page])
         page = self._pool.kv_buffer[int(self._pool.arena.physical(host_page)[0])]
         by_module = [layer for layer in layers if self._projector.specs[layer.index] is None]
