@@ -16,11 +16,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hcache_backend.projection.attention import AttentionLayer, ProjectionFailed
+from hcache_backend.projection.attention import KV, AttentionLayer, ProjectionFailed
 from hcache_backend.projection.exactness import difference_on_device, tolerance
 from hcache_backend.projection.projector import Projector
-
-KV = tuple[torch.Tensor, torch.Tensor]  # [n, kv_heads, head_dim] each
 
 
 def equal(got: torch.Tensor, want: torch.Tensor, fits: torch.Tensor | None = None) -> bool:

@@ -20,7 +20,7 @@ from hcache_backend.checks.comparison import first_problem, projected, projected
 from hcache_backend.config import PROJECTION_VARIABLE
 from hcache_backend.host.ports import Server
 from hcache_backend.projection import attention, exactness, search
-from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.attention import KV, AttentionLayer
 from hcache_backend.projection.exactness import Bound, KVExactness, kv_exactness, together, worst
 from hcache_backend.projection.paged_pool import PagedPool, planes_of
 from hcache_backend.projection.projector import LayerSpec, Projector, linear_output
@@ -250,7 +250,7 @@ def check_recompute(
     slots, tokens, half = probe.slots, len(probe.slots), len(probe.slots) // 2
     dtype, pool, size = probe.hidden[0].dtype, PagedPool(kvcache), kvcache.page_size
 
-    def written(at: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def written(at: torch.Tensor) -> list[KV]:
         return [pool.fetch(layer.kernel, at, dtype) for layer in probe.layers]
 
     def exactness(at: torch.Tensor, part: slice) -> list[KVExactness]:

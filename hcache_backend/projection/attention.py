@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+KV = tuple[torch.Tensor, torch.Tensor]  # of one layer, [n, kv_heads, head_dim] each
+
 
 @dataclass(frozen=True)
 class ProjectionBatch:
@@ -90,9 +92,7 @@ class ProjectionFailed(RuntimeError):
 
 
 @torch.no_grad()
-def project_with_module(
-    layer: AttentionLayer, hidden: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def project_with_module(layer: AttentionLayer, hidden: torch.Tensor, positions: torch.Tensor) -> KV:
     """K and V of one layer, by the model's own attention module (paper section 3.1). ``hidden`` is
     the input of the QKV projection, ``[n, hidden]``; ``positions`` are int64 ``[n]``. K is ``[n,
     kv_heads, head_dim]`` and V ``[n, kv_heads, v_head_dim]``, in the model's type. Raises

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from hcache_backend.projection.attention import KV
+
 TOLERANCE = {
     torch.float32: 1e-4,
     torch.float16: 1e-2,
@@ -97,12 +99,8 @@ class KVExactness(NamedTuple):
         return f"K {self.k}, V {self.v}"
 
 
-def kv_exactness(
-    got: tuple[torch.Tensor, torch.Tensor],
-    want: tuple[torch.Tensor, torch.Tensor],
-    kept: torch.dtype,
-) -> KVExactness:
-    """Compare K and V (``[n, heads, dim]`` each), in places of the type ``kept``."""
+def kv_exactness(got: KV, want: KV, kept: torch.dtype) -> KVExactness:
+    """Compare K and V, in places of the type ``kept``."""
     return KVExactness(*(_exactness(*pair, kept) for pair in zip(got, want, strict=True)))
 
 

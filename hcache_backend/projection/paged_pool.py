@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.attention import KV, AttentionLayer
 from hcache_kernels.project_kv import KVPool
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -56,9 +56,7 @@ class PagedPool:
         """Write K and V ``[n, kv_heads, head_dim]`` to ``slots``."""
         self._kvcache.set_kv_buffer(kernel, slots, k, v, kernel.k_scale, kernel.v_scale)
 
-    def fetch(
-        self, kernel: Any, slots: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def fetch(self, kernel: Any, slots: torch.Tensor, dtype: torch.dtype) -> KV:
         """K and V in ``slots``, ``[n, kv_heads, head_dim]`` each, in the model's type ``dtype``."""
         index = kernel.layer_id - self._kvcache.start_layer
         if self.latent:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from hcache_backend.projection.attention import AttentionLayer, project_with_module
+from hcache_backend.projection.attention import KV, AttentionLayer, project_with_module
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_kernels import project_kv as kernels
 from hcache_kernels.project_kv import KeyNorm, KVProjection, Rotary, Rounding, Way
@@ -107,9 +107,7 @@ class LayerSpec:
         bias, width = None if bias is None else bias[rows], self.k.head_dim
         return KVProjection(weight[rows], bias, heads, width, norm, rotary, self.rounding)
 
-    def compute(
-        self, hidden: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute(self, hidden: torch.Tensor, positions: torch.Tensor) -> KV:
         """K and V (``[n, kv_heads, head_dim]``) of hidden states (``[n, hidden]``), in their type.
         Positions are int64 ``[n]``."""
         if self.fused:
@@ -170,9 +168,7 @@ class Projector:
         self.specs: Sequence[LayerSpec | None] = [None] * layers
 
     @torch.no_grad()
-    def project(
-        self, layer: AttentionLayer, hidden: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def project(self, layer: AttentionLayer, hidden: torch.Tensor, positions: torch.Tensor) -> KV:
         """As :func:`project_with_module`, by the layer's spec if it has one."""
         if (spec := self.specs[layer.index]) is None:
             return project_with_module(layer, hidden, positions)
