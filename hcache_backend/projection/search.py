@@ -11,9 +11,8 @@ show other orders of sums: a spec may be as far off as these explain, and no fur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
@@ -206,13 +205,13 @@ def find_spec(layer: AttentionLayer, evidence: Evidence) -> LayerSpec:
         raise NoSpec(f"K has heads of {head_dim} and V of {probe.v.shape[-1]}")
     if not (fed := _watch(layer, probe, head_dim)):
         raise NoSpec(f"no linear module gives heads of {head_dim} for the hidden states")
-    v = next(filter(None, (_columns(one, probe.v) for one in fed)), None)
+    v = next(filter(None, (_columns(one, probe.v, probe) for one in fed)), None)
     if v is None:
         raise NoSpec("V is not a part of what a linear module gives for the hidden states")
     guesses = [
         LayerSpec(k, v, norm, rotary, fused=False)
         for norm, rotary in product(_norms(layer, probe), _rotaries(layer, head_dim))
-        for k in (_k_columns(one, probe, norm, rotary) for one in fed)
+        for k in (_columns(one, probe.k, probe, norm, rotary) for one in fed)
         if k is not None
     ]
     if not guesses:
@@ -261,39 +260,34 @@ def _watch(layer: AttentionLayer, probe: Sample, head_dim: int) -> list[_Fed]:
     return list(fed.values())
 
 
-def _k_columns(
-    fed: _Fed, probe: Sample, norm: NormModule | None, rotary: RotaryTable | None
+def _columns(
+    fed: _Fed,
+    wanted: torch.Tensor,
+    probe: Sample,
+    norm: NormModule | None = None,
+    rotary: RotaryTable | None = None,
 ) -> Columns | None:
-    """Columns of K, if ``norm`` and ``rotary`` make it out of parts of this output."""
+    """Columns of the heads of ``wanted``, K or V of the probe, if ``norm`` and ``rotary`` make each
+    out of a block."""
     key_norm = None if norm is None else norm.key_norm()
     key_rotary = None if rotary is None else rotary.rotary()
     # A norm over all heads divides each token by a number that depends on where all of K stands:
     # a block is looked for up to that number, and the proof settles the rest.
     scale_free = key_norm is not None and key_norm.over == "all"
-    finish = partial(_finish, norm=key_norm, rotary=key_rotary, probe=probe)
-    return _columns(fed, probe.k, finish, scale_free)
-
-
-def _columns(
-    fed: _Fed,
-    wanted: torch.Tensor,
-    finish: Callable[[torch.Tensor, int], torch.Tensor] = lambda blocks, head: blocks,
-    scale_free: bool = False,
-) -> Columns | None:
-    """Columns of the heads of ``wanted``, if ``finish`` makes each out of a block."""
-    places = [
-        _match(finish(fed.blocks, index), head, scale_free)
-        for index, head in enumerate(wanted.unbind(1))
-    ]
-    dim = wanted.shape[-1]
-    starts = tuple(place * dim for place in places if place is not None)
-    return Columns(fed.module, starts, dim) if len(starts) == len(places) else None
+    starts: list[int] = []
+    for number, head in enumerate(wanted.unbind(1)):
+        finished = _finish(fed.blocks, number, key_norm, key_rotary, probe)
+        place = _match(finished, head, scale_free)
+        if place is None:
+            return None
+        starts.append(place * wanted.shape[-1])
+    return Columns(fed.module, tuple(starts), wanted.shape[-1])
 
 
 def _finish(
     blocks: torch.Tensor, head: int, norm: KeyNorm | None, rotary: Rotary | None, probe: Sample
 ) -> torch.Tensor:
-    """Every block as if it were head number ``head`` of K."""
+    """Every block as if it were head number ``head`` of K, or of V without norm and RoPE."""
     dim = blocks.shape[-1]
     if norm is not None:
         weight, bias = (
