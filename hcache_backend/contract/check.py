@@ -72,10 +72,8 @@ class Contract:
             target, owner = self._source.find(name), self._source.find(name.rpartition(".")[0])
             if target is None or not isinstance(target.node, ast.ClassDef | ast.FunctionDef):
                 continue  # another check names it
-            if isinstance(target.node, ast.FunctionDef) and owner and not _is_module(owner):
-                parameters = Parameters.of(target.node, bound=True)
-            else:
-                parameters = self._source.parameters(target)
+            bound = owner is not None and not _is_module(owner)
+            parameters = self._source.parameters(target, bound=bound)
             problem = parameters.problem_of_call(positional, keywords)
             yield problem and f"{_short(name)} {problem}"
 

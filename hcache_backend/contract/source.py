@@ -83,11 +83,11 @@ class Source:
             for name in self.attributes(Definition(module, node))
         }
 
-    def parameters(self, found: Definition) -> Parameters:
-        """What a function, or the construction of a class, takes (without ``self``)."""
+    def parameters(self, found: Definition, *, bound: bool) -> Parameters:
+        """What a call of a function (``bound``: a method) or a class takes, without ``self``."""
         if not isinstance(found.node, ast.ClassDef):
             assert isinstance(found.node, ast.FunctionDef), found
-            return Parameters.of(found.node, bound=_is(found.node, "classmethod"))
+            return Parameters.of(found.node, bound=bound)
         init = self.method(found, "__init__")
         if init is not None:
             return Parameters.of(init, bound=True)
