@@ -151,8 +151,7 @@ class Source:
         return found
 
     def _starred(self, module: str, name: str) -> Definition | None:
-        tree = self._module(module)
-        for node in _top(tree.body if tree else ()):
+        for node in _top(getattr(self._module(module), "body", ())):
             if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
                 found = self.find(f"{self._absolute(module, node)}.{name}")
                 if found is not None:
@@ -166,9 +165,8 @@ class Source:
 
     def _names_of(self, module: str) -> dict[str, ast.stmt]:
         if module not in self._names:
-            tree = self._module(module)
             names: dict[str, ast.stmt] = {}
-            for node in _top(tree.body if tree else ()):
+            for node in _top(getattr(self._module(module), "body", ())):
                 for name in _assigned(node):
                     names.setdefault(name, node)
             self._names[module] = names
