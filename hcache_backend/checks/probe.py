@@ -6,7 +6,6 @@ spec, or by its attention module."""
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from hcache_backend.checks.comparison import first_problem, projected, projected_difference
 from hcache_backend.config import PROJECTION_VARIABLE
 from hcache_backend.host.ports import Server
+from hcache_backend.metrics import logger
 from hcache_backend.projection import attention, exactness, search
 from hcache_backend.projection.attention import KV, AttentionLayer
 from hcache_backend.projection.exactness import Bound, KVExactness, kv_exactness, together, worst
@@ -32,8 +32,6 @@ from hcache_backend.streams import current_stream
 from hcache_kernels.project_kv import Way, ways_in_use
 from hcache_kernels.project_kv.spec import kind_of
 from hcache_kernels.project_kv.ways import measure_choice
-
-logger = logging.getLogger("hcache")
 
 PROBE_TOKENS = 48  # enough for a wrong RoPE to show in every head, at little cost
 _LOUDER = 3000.0  # no power of two: FP8 values whose scale is one times larger would be equal
