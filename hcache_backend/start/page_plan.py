@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,24 +127,19 @@ class PagePlan:
 
     def restored_layers(self, projector: Projector) -> list[RestoredLayer]:
         """How each layer comes back."""
-        codec = self.codec
 
-        def restored(index: int, method: str) -> RestoredLayer:
-            if method == "kv":
-                return self.kv.restored_layer(index)
-            if method == "recompute":
-                return RestoredLayer("recompute", None)
-            layer = self.layers[index]
-            assert codec is not None
+        def fill(layer: AttentionLayer, segments: torch.Tensor, *where: torch.Tensor) -> None:
+            """:data:`.Fill`; ``where``: positions and slots."""
+            assert self.codec is not None
+            rows = self.codec.decode(segments.view(-1, self.codec.row_bytes))
+            projector.project_to_pool(layer, rows, *where)
 
-            def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-                rows = codec.decode(segments.view(-1, codec.row_bytes))
-                projector.project_to_pool(layer, rows, positions, slots)
-
-            return RestoredLayer("hidden", fill)
-
-        methods = (*self.methods.methods, *["kv"] * len(self.drafts))
-        return [restored(layer, method) for layer, method in enumerate(methods)]
+        restored = [RestoredLayer("recompute")] * len(self.layout.segment_bytes)
+        for layer in self.hidden_layers:
+            restored[layer.index] = RestoredLayer("hidden", partial(fill, layer))
+        for index in self.kv.layers:
+            restored[index] = self.kv.restored_layer(index)
+        return restored
 
     def capture(self, arena: Arena, memory: torch.Tensor) -> StagedCapture:
         """Capture of hidden states into the pages of ``arena``, whose bytes are ``memory``."""
