@@ -59,10 +59,6 @@ class Server:
         return str(self.kvcache.device) != "cpu"
 
     @property
-    def algorithm(self) -> Any:
-        return self.args.speculative_algorithm
-
-    @property
     def hybrid(self) -> bool:
         whole = getattr(self.runtime.runner, "token_to_kv_pool", None)
         return full_attention(whole) is not whole
@@ -136,7 +132,7 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
              lambda s: s.other_device,
              "the device is {}, and own pages are for CUDA and CPU"),
         Need("other ways to draft than " + ", ".join(f"`{name}`" for name in _DRAFTING),
-             lambda s: s.algorithm if s.algorithm not in (None, *_DRAFTING) else None,
+             lambda s: (way := s.args.speculative_algorithm) not in (None, *_DRAFTING) and way,
              f"speculative decoding by {{}}, not by {', '.join(_DRAFTING)}"),
         Need("draft layers (MTP) whose KV pool is unlike the model's",
              lambda s: any(
@@ -279,7 +275,7 @@ def _graphs() -> Any:
 def _unusual(server: Server) -> str | None:
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
-    if server.algorithm is not None:
+    if server.args.speculative_algorithm is not None:
         return "speculative decoding"
     if server.args.pp_size > 1:
         return "pipeline stages"
