@@ -196,8 +196,7 @@ def leave_report(joined: Joined[Any], storage_config: HiCacheStorageConfig) -> N
         return
     runtime, folders = joined.runtime, joined.config.dirs
     if runtime.kept_partition is not None:  # each stage has its own
-        name, record = runtime.kept_partition
-        save_record(folders[0], name, record)
+        save_record(folders[0], *runtime.kept_partition)
     if storage_config.pp_rank == 0:
         shared = joined.config.shared
         backend = {"shared": shared.backend} if shared is not None else None

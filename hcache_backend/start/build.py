@@ -175,8 +175,7 @@ class Start:
         step(probe.refuse_dependence, [f"{layer.name}." for layer in probe.layers])
         step(probe.compare, projector)
         codec = step(page_plan.choose_codec, ranks, runtime, probe, projector)
-        rows = "hidden states", probe.hidden, kvcache.page_size
-        exchange = step(page_plan.make_exchange, *rows)
+        exchange = step(page_plan.make_exchange, "hidden states", probe.hidden, kvcache.page_size)
         recomputer = None
         if methods.recomputable:
             recomputer = step(self._find_recomputer, probe, methods, whole=False)
@@ -312,8 +311,7 @@ class Start:
 
     def _observe(self) -> Probe:
         """Run the probe's tokens through the model, and note what its attention modules do."""
-        of_model = self._runner.model, self._kvcache.layer_num
-        modules = self.step(passes.attention_modules, *of_model)
+        modules = self.step(passes.attention_modules, self._runner.model, self._kvcache.layer_num)
         calls = not holds_latents(self._kvcache)  # nothing is projected to latents
         run = partial(passes.run_prompts, self._runner, [PROBE_TOKENS])
         return self.step(observe, run, modules, calls=calls)
