@@ -69,11 +69,10 @@ def check_copies(layout: PageLayout, kv: KVSegments) -> None:
         buffer[slots] = torch.randint_like(buffer[slots], 1, 256)
         buffer[others] = 0
     try:
+        wanted = [buffer[own] for buffer in buffers]
         if kv.codec != "none":
             for plane in planes:
                 plane[first] = torch.randn_like(plane[first])
-        wanted = [buffer[own] for buffer in buffers]
-        if kv.codec != "none":
             of_first = [[plane[first] for plane in layer] for layer in by_layer]
             decoded = [plane for back in kv.through_codec(layout, of_first)[0] for plane in back]
             for held, plane in zip(wanted, decoded, strict=True):
