@@ -411,8 +411,7 @@ class LayerSpecs:
         generic = [layer for layer, spec in enumerate(specs) if spec is None]
         if not generic or not self._probe.hidden[0].is_cuda:
             return
-        called = (self._probe.layers[layer].module for layer in generic)
-        refuse_shared_workspaces(called, "projecting by attention modules")
+        refuse_shared_workspaces(self._probe.layers[layer].module for layer in generic)
         if dist.get_world_size(group=self._group) > 1:
             raise Refused(
                 f"layers {', '.join(map(str, generic))} have no spec, and on a GPU their attention "
@@ -472,15 +471,15 @@ class LayerSpecs:
             logger.debug("hcache: exactness: layers %s: %s", numbers, group.exactness)
 
 
-def refuse_shared_workspaces(modules: Iterable[torch.nn.Module], what: str) -> None:
+def refuse_shared_workspaces(modules: Iterable[torch.nn.Module]) -> None:
     """Raise Refused if a kernel of ``modules`` locks memory of its own. Marlin's kernels of
     quantised layers do: in one module on two streams they wait for ever, or mix sums."""
     for module in modules:
         for name, part in module.named_modules():
             if isinstance(getattr(part, "workspace", None), torch.Tensor):
                 raise Refused(
-                    f"{what} beside forward passes: the kernel of {name or type(part).__name__} "
-                    "has one workspace for all streams"
+                    "projecting by attention modules beside forward passes: the kernel of "
+                    f"{name or type(part).__name__} has one workspace for all streams"
                 )
 
 

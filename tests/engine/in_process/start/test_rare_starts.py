@@ -180,9 +180,7 @@ class Unproven(LayerSpecs):
 def test_modules_of_several_ranks_run_beside_no_forward_pass(monkeypatch: MonkeyPatch) -> None:
     called, ranks = list[Any](), SimpleNamespace(get_world_size=lambda group: 1)
     monkeypatch.setattr(probe_module, "smallest", lambda group, *fine: fine)
-    monkeypatch.setattr(
-        probe_module, "refuse_shared_workspaces", lambda modules, what: called.extend(modules)
-    )
+    monkeypatch.setattr(probe_module, "refuse_shared_workspaces", called.extend)
     monkeypatch.setattr(probe_module, "dist", ranks)
     specs = Unproven()
     specs.use_agreed()

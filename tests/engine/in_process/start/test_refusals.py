@@ -263,9 +263,9 @@ def test_modules_that_receive_quantised_rows_count_as_dependent() -> None:
 def test_modules_whose_kernels_share_a_workspace() -> None:
     plain, marlin = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     marlin.workspace = torch.zeros(4)
-    probe_module.refuse_shared_workspaces([torch.nn.Sequential(plain)], "projecting")
-    with pytest.raises(Refused, match="projecting beside forward passes: the kernel of 1 "):
-        probe_module.refuse_shared_workspaces([torch.nn.Sequential(plain, marlin)], "projecting")
+    probe_module.refuse_shared_workspaces([torch.nn.Sequential(plain)])
+    with pytest.raises(Refused, match="modules beside forward passes: the kernel of 1 has one"):
+        probe_module.refuse_shared_workspaces([torch.nn.Sequential(plain, marlin)])
 
 
 def test_recorded_graphs_keep_what_they_read_after_a_refusal_and_no_more(runtime: Any) -> None:
