@@ -117,8 +117,7 @@ class OwnPagesStrategy(StackStrategy):
             return stack
         except Refused as refused:
             known = self._plain is None and refusal(OWN_PAGES, start.server) is not None
-            asked = self._runtime.config is not None and self._runtime.config.mode == "plain"
-            self._keep_plain(str(refused), expected=known or asked)
+            self._keep_plain(str(refused), expected=known or start.server.asks("mode", "plain"))
             return build()
 
     def _keep_plain(self, reason: str, *, expected: bool) -> None:
