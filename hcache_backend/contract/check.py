@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hcache_backend.contract.source import Definition, Parameters, Source
+from hcache_backend.contract.source import Parameters, Source
 
 
 class Found(NamedTuple):
@@ -72,7 +72,7 @@ class Contract:
             target, owner = self._source.find(name), self._source.find(name.rpartition(".")[0])
             if target is None or not isinstance(target.node, ast.ClassDef | ast.FunctionDef):
                 continue  # another check names it
-            bound = owner is not None and not _is_module(owner)
+            bound = owner is not None and not isinstance(owner.node, ast.Module)
             parameters = self._source.parameters(target, bound=bound)
             problem = parameters.problem_of_call(positional, keywords)
             yield problem and f"{_short(name)} {problem}"
@@ -127,7 +127,7 @@ class Contract:
         definition = self._source.find(dotted)
         if definition is None:
             return set()
-        if _is_module(definition):
+        if isinstance(definition.node, ast.Module):
             return self._source.attributes_in(definition)
         return self._source.attributes(definition)
 
@@ -143,7 +143,3 @@ class Contract:
 def _short(dotted: str) -> str:
     """`Class.name` of a dotted name."""
     return ".".join(dotted.split(".")[-2:])
-
-
-def _is_module(definition: Definition) -> bool:
-    return isinstance(definition.node, ast.Module)
