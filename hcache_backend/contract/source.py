@@ -100,9 +100,7 @@ class Source:
         return Parameters(tuple(dict.fromkeys(fields)), frozenset(), False, False)
 
     def abstract(self, cls: Definition) -> set[str]:
-        names = {
-            node.name for _, node in self._members_of(cls) if isinstance(node, ast.FunctionDef)
-        }
+        names = self.attributes(cls)
         return {name for name in names if _is(self.method(cls, name), "abstractmethod")}
 
     # ---- internals ----
