@@ -72,7 +72,9 @@ def gather_evidence(
         torch.cat([positions, places.repeat_interleave(n).to(positions.device)]),
     )
     largest = float(torch.maximum(probe.k.abs().amax(), probe.v.abs().amax()))
-    loud = hidden * min(_LOUD / largest, _room(hidden)) if largest else hidden
+    # The factor by which hidden states can still grow in their type.
+    room = float(torch.finfo(hidden.dtype).max) / 16 / max(float(hidden.abs().amax()), 1e-30)
+    loud = hidden * min(_LOUD / largest, room) if largest else hidden
     quiet = hidden * (_QUIET / largest) if largest else hidden
     samples = [probe, far, ask("loud hidden states", loud, positions)]
     samples.append(ask("quiet hidden states", quiet, positions))
@@ -159,11 +161,6 @@ def _table_lengths(layer: AttentionLayer) -> list[int]:
     """Rows of the RoPE tables in sight: the module may not be asked beyond them."""
     tables = (getattr(module, projector.COS_SIN, None) for module in layer.module.modules())
     return [len(table) for table in tables if isinstance(table, torch.Tensor)]
-
-
-def _room(hidden: torch.Tensor) -> float:
-    """The factor by which hidden states can still grow in their type."""
-    return float(torch.finfo(hidden.dtype).max) / 16 / max(float(hidden.abs().amax()), 1e-30)
 
 
 _NORM_KINDS: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
