@@ -218,8 +218,7 @@ class Start:
             exchange = self._latent_exchange(ranks.world_size)
             own = _shard(exchange)
         groups = self._head_groups(methods, own)
-        stages = self._params.pp_size
-        codec = self.step(page_plan.kv_codec, runtime, kvcache, own, groups, stages)
+        codec = self.step(page_plan.kv_codec, runtime, kvcache, own, groups, self._params.pp_size)
         plugin = page_plan.page_plugin(self._config) if codec != "none" else None
         parts = (own, groups) if plugin is None else (WHOLE, self._head_groups(methods, WHOLE))
         how: dict[str, Any] = {"kv_codec": codec, "plugin": plugin, "exchange": exchange}
