@@ -105,8 +105,7 @@ class OwnPagesStrategy(StackStrategy):
         return False
 
     def build(self, *, kvcache: Any, params: Any, **kwargs: Any) -> Any:
-        share = share_of_size(kvcache, params)
-        start = Start(self._runtime, full_attention(kvcache), params, share)
+        start = Start(self._runtime, kvcache, params)
         build = partial(strategy_of(kvcache).build, kvcache=kvcache, params=params, **kwargs)
         try:
             start.step(refuse, OWN_PAGES, start.server, self._plain)
@@ -132,14 +131,13 @@ class Start:
 
     smallest_page = 4  # of K and V, in headers
 
-    def __init__(
-        self, runtime: Runtime, kvcache: Any, params: Any, host_share: float = 1.0
-    ) -> None:
+    def __init__(self, runtime: Runtime, kvcache: Any, params: Any) -> None:
         assert runtime.config is not None
         self._runtime, self._config, self._runner = runtime, runtime.config, runtime.runner
-        self._kvcache, self._params, self._host_share = kvcache, params, host_share
-        self.server = Server(runtime, kvcache)
-        self.projector = Projector(PagedPool(kvcache), kvcache.layer_num)
+        self._kvcache, self._params = full_attention(kvcache), params
+        self._host_share = share_of_size(kvcache, params)
+        self.server = Server(runtime, self._kvcache)
+        self.projector = Projector(PagedPool(self._kvcache), self._kvcache.layer_num)
 
     def step(self, work: Callable[_P, _Result], *args: _P.args, **kw: _P.kwargs) -> _Result:
         groups = self._params.tp_cache_group, self._params.pp_cache_group
