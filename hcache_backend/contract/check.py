@@ -36,7 +36,7 @@ def installed() -> Found:
     spec = find_spec("sglang")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("SGLang is not installed")
-    return Contract(Source(Path(spec.origin).parents[1], "as installed")).found()
+    return Contract(Source(Path(spec.origin).parents[1])).found()
 
 
 class Contract:

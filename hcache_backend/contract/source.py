@@ -21,15 +21,11 @@ class Definition:
 class Source:
     """The package ``sglang``, whose folder is in ``root``."""
 
-    def __init__(self, root: Path, version: str) -> None:
-        self.version = version
+    def __init__(self, root: Path) -> None:
         self.root = root
         self._modules: dict[str, ast.Module | None] = {}
         self._names: dict[str, dict[str, ast.stmt]] = {}
         self._attributes: dict[Definition, set[str]] = {}
-
-    def __str__(self) -> str:
-        return f"SGLang {self.version}"
 
     def find(self, dotted: str) -> Definition | None:
         """What ``package.module.name`` or ``package.module.Class.name`` is, or None."""

@@ -35,7 +35,7 @@ def newest() -> Source:
 
 def found(sglang: Source, dotted: str) -> Definition:
     definition = sglang.find(dotted)
-    assert definition is not None, f"{sglang} has no {dotted}"
+    assert definition is not None, f"there is no {dotted}"
     return definition
 
 
@@ -98,7 +98,7 @@ def changed(newest: Source, folder: Path, file: str, before: str, after: str) ->
     assert before in text
     path.unlink()
     path.write_text(text.replace(before, after))
-    return Contract(Source(folder, "another")).found()
+    return Contract(Source(folder)).found()
 
 
 def linked(original: str, copy: str) -> None:

@@ -25,7 +25,7 @@ def source(wanted: str) -> Source:
     """The sources of a version; skips the test, with the reason, where they are not here."""
     here = installed()
     if here is not None and version("sglang") == wanted:
-        return Source(here, wanted)
+        return Source(here)
     folder = FOLDER / wanted
     if not (folder / "sglang").is_dir():
         reason = FOLDER / f"{wanted}.missing"
@@ -35,4 +35,4 @@ def source(wanted: str) -> Source:
             else "requirements/versions.sh did not run"
         )
         pytest.skip(f"SGLang {wanted} is not here: {said}")
-    return Source(folder, wanted)
+    return Source(folder)
