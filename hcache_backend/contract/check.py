@@ -63,8 +63,7 @@ class Contract:
     def _members(self) -> Iterator[str | None]:
         """What we ask imported classes for is there."""
         for owner, name in self._needs["members"]:
-            there = self._of_class(owner, name)
-            yield None if there else f"{_short(owner)} has no {name}"
+            yield None if self._of_class(owner, name) else f"{_short(owner)} has no {name}"
 
     def _calls(self) -> Iterator[str | None]:
         """What we call takes our arguments."""

@@ -53,8 +53,7 @@ def bootstrap(runner: Any) -> None:
     if not or_stop(options.is_enabled) and extra is None:
         return
     config = or_stop(lambda: options.start_config(extra))
-    offloads = args.disaggregation_decode_enable_offload_kvcache
-    if not (args.enable_hierarchical_cache or offloads):
+    if not (args.enable_hierarchical_cache or args.disaggregation_decode_enable_offload_kvcache):
         logger.warning("hcache: configured, but inactive: add --enable-hierarchical-cache")
         return
     runtime.config = config
