@@ -218,10 +218,8 @@ def _top(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try):
-            branches = [node.body, node.orelse]
-            if isinstance(node, ast.Try):
-                branches += [handler.body for handler in node.handlers] + [node.finalbody]
-            for branch in branches:
+            handlers = [handler.body for handler in getattr(node, "handlers", ())]
+            for branch in (node.body, node.orelse, *handlers, getattr(node, "finalbody", ())):
                 yield from _top(branch)
 
 
