@@ -65,7 +65,10 @@ def gather_evidence(
 
     n = len(hidden)
     probe = ask("the probe's tokens", hidden, positions)
-    places = _places(min([position_limit, *_table_lengths(layer)]))
+    # The module may not be asked beyond the RoPE tables in sight.
+    tables = (getattr(module, projector.COS_SIN, None) for module in layer.module.modules())
+    lengths = (len(table) for table in tables if isinstance(table, torch.Tensor))
+    places = _places(min([position_limit, *lengths]))
     far = ask(
         "the probe's tokens at other positions",
         hidden.repeat(1 + len(places), 1),
@@ -155,12 +158,6 @@ def _places(limit: int) -> torch.Tensor:
     places = (2**powers * jitter).long().clamp(0, limit - 1)
     places[-1] = limit - 1
     return places
-
-
-def _table_lengths(layer: AttentionLayer) -> list[int]:
-    """Rows of the RoPE tables in sight: the module may not be asked beyond them."""
-    tables = (getattr(module, projector.COS_SIN, None) for module in layer.module.modules())
-    return [len(table) for table in tables if isinstance(table, torch.Tensor)]
 
 
 _NORM_KINDS: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
