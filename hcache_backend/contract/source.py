@@ -159,11 +159,10 @@ class Source:
 
     def _names_of(self, module: str) -> dict[str, ast.stmt]:
         if module not in self._names:
-            names: dict[str, ast.stmt] = {}
+            names = self._names.setdefault(module, {})
             for node in _top(getattr(self._module(module), "body", ())):
                 for name in _assigned(node):
                     names.setdefault(name, node)
-            self._names[module] = names
         return self._names[module]
 
 
