@@ -230,11 +230,11 @@ def model_shape(
     return shape.model_copy(update=encoded)
 
 
-def judge_hits(runtime: Runtime, config: HCacheConfig | None, backend: str | None = None) -> None:
+def judge_hits(runtime: Runtime, config: HCacheConfig, backend: str | None = None) -> None:
     """Judge and measure L3 hits from now on: of our store, or of another ``backend`` with own
     pages. All ranks call it at the same point, at attach. Raises ConfigError on every rank if the
     profile is unusable."""
-    if config is not None and may_judge(runtime):
+    if may_judge(runtime):
         machine = _machine(runtime, config)
         if backend is not None and machine is not None and machine.profile is not None:
             unmeasured = machine.profile.model_copy(update={"l3": None})  # this L3 was not
