@@ -106,7 +106,7 @@ def dependence(layer: AttentionLayer, evidence: Evidence) -> str | None:
 @torch.no_grad()
 def _difference(spec: LayerSpec, samples: list[Sample]) -> tuple[float, str]:
     """The worst relative difference between a spec's K and V and the module's, and its place."""
-    largest, where = 0.0, ""
+    found: list[tuple[float, str]] = []
     n = len(samples[0].hidden)  # the probe's tokens: compared together at all their positions
     for sample in samples:
         try:
@@ -115,10 +115,9 @@ def _difference(spec: LayerSpec, samples: list[Sample]) -> tuple[float, str]:
             return float("inf"), f"K and V of {sample.what} ({type(error).__name__}: {error})"
         for name, got, want in zip("KV", made, (sample.k, sample.v), strict=True):
             groups = zip(got.split(n), want.split(n), strict=True)
-            found = max(exactness.relative_difference(a.float(), b.float()) for a, b in groups)
-            if found > largest:
-                largest, where = found, f"{name} of {sample.what}"
-    return largest, where
+            largest = max(exactness.relative_difference(a.float(), b.float()) for a, b in groups)
+            found.append((largest, f"{name} of {sample.what}"))
+    return max(found, key=lambda one: one[0])
 
 
 def _difference_problem(difference: tuple[float, str], samples: list[Sample]) -> str | None:
