@@ -144,8 +144,7 @@ class LayerSpec:
 
 def linear_output(result: Any) -> torch.Tensor:
     """The product that a linear module returned: alone, or first of several values."""
-    output: torch.Tensor = result[0] if isinstance(result, tuple) and result else result
-    return output
+    return result[0] if isinstance(result, tuple) and result else result
 
 
 def vector(module: torch.nn.Module, name: str) -> torch.Tensor | None:
