@@ -93,6 +93,7 @@ OURS = {
     ("forward_batch", "asked"),
     ("controller", "eager"),
     ("controller", "begin_turn"),
+    ("controller", "after_forwards"),
     ("controller", "prefix"),
     ("backend", "backups"),
     ("memory", "finish"),
