@@ -257,6 +257,7 @@ PROGRAM = Program(
     name="restores",
     doc=__doc__,
     measure=measure,
+    slows=True,
     settings=(
         Setting("study", str, None, "what is compared", {"choices": STUDIES}),
         several("--rates", float, None, "of L3 in MB/s; 0: no limit"),

@@ -78,7 +78,6 @@ def test_restores_are_timed_in_the_server(tmp_path: Path) -> None:
     # Nothing can be faster than what imitates the disk.
     for codec, ms in slow.items():
         assert ms > 0.9 * 256 * size[f"`{codec}`"] / 5e3 and fast[codec] > 0
-    assert not list(tmp_path.glob("hcache-bench-*"))
 
 
 @pytest.mark.long

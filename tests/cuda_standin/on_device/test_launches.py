@@ -37,9 +37,10 @@ class Server:
                 for name in ("k_buffer", "v_buffer")
             }
         )
-        self.kv = KVSegments(self.pool, range(LAYERS), PAGE, WHOLE, 1, codec)
         if codec == "krul":
-            self.kv = PairedSegments(self.pool, range(LAYERS), PAGE, 1, pairs=1)
+            self.kv: KVSegments = PairedSegments(self.pool, range(LAYERS), PAGE, 1, pairs=1)
+        else:
+            self.kv = KVSegments(self.pool, range(LAYERS), PAGE, WHOLE, 1, codec)
         stored = [self.kv.stored_layer(layer) for layer in range(LAYERS)]
         self.layout = self.kv.layout(stored, WHOLE)
         self.memory = host_tensor((PAGES, self.layout.stride), torch.uint8, CUDA)

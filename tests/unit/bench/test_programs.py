@@ -27,7 +27,6 @@ def test_a_program_says_what_it_is_told(module: str, capsys: pytest.CaptureFixtu
         ("clients", ["--turns", "1"], "argument --turns: 1 must be at least 2"),
         ("returns", ["--model-path", "/no/model"], "--model-path: /no/model: there is nothing"),
         ("restores", ["magic"], "argument study: invalid choice: 'magic' (choose from"),
-        ("restores", ["pages", "--methods", "magic"], "--methods: pages has plain, own"),
         ("restores", ["pages", "--tokens", "1"], "argument --tokens: 1 must be at least 64"),
         ("codecs", ["--turns", "100"], "at most 4096 fit into the KV pool"),
     ],
