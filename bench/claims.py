@@ -40,6 +40,18 @@ def mean(ratios: list[float]) -> str:
     return f"{geometric_mean(ratios):.2f}"
 
 
+def of_file(results: Recorded, dtype: str) -> str:
+    """Ours by ``file``, cold, in the cases of a type."""
+    rows = results("real")["rows"]
+    return mean([row["of_file_cold"] for row in rows if row["dtype"] == dtype])
+
+
+def burst(results: Recorded, way: str, part: str) -> float:
+    """Of the largest burst of conversations that come back."""
+    rows = [row for row in results("bursts")["rows"] if row["way"] == way]
+    return float(max(rows, key=lambda row: row["size"])[part])
+
+
 def bytes_of_file(results: Recorded) -> str:
     """Bytes that ours stores of K and V in bfloat16, by those of ``file``."""
     stored = [
@@ -93,6 +105,16 @@ CLAIMS: dict[str, Callable[[Recorded], str]] = {
     "bursts-worst": lambda results: (
         f"{max(r['wait_of_better'] for r in results('hits_load')['rows']):.2f}"
     ),
+    "bursts-ours": lambda results: f"{burst(results, 'ours', 'seconds_at_once'):.1f}",
+    "bursts-one-by-one": lambda results: f"{burst(results, 'ours', 'seconds_alone'):.1f}",
+    "bursts-file": lambda results: f"{burst(results, 'file', 'seconds_at_once'):.1f}",
+    "bursts-file-used": lambda results: f"{burst(results, 'file', 'used_at_once'):.2f}",
+    "bursts-file-share": lambda results: f"{burst(results, 'file', 'of_alone'):.1f}",
+    "bursts-share": lambda results: (
+        f"{max(r['of_alone'] for r in results('bursts')['rows'] if r['way'] == 'ours'):.2f}"
+    ),
+    "real-bfloat16": lambda results: of_file(results, "bfloat16"),
+    "real-float32": lambda results: of_file(results, "float32"),
     "real-cases": lambda results: f"{len(results('real')['rows'])}",
     "real-cold": lambda results: mean(of(results, "file_cold")),
     "real-cold-worst": lambda results: f"{max(of(results, 'file_cold')):.2f}",
