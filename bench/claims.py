@@ -6,7 +6,7 @@ makes it. ``python -m bench.record --tables`` writes all of them anew.
 
 import re
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from statistics import geometric_mean, median
 from typing import Any
 
@@ -50,6 +50,12 @@ def burst(results: Recorded, way: str, part: str) -> float:
     """Of the largest burst of conversations that come back."""
     rows = [row for row in results("bursts")["rows"] if row["way"] == way]
     return float(max(rows, key=lambda row: row["size"])[part])
+
+
+def first_token(results: Recorded, way: str, part: str) -> str:
+    """Milliseconds of agents that come back, in the mean."""
+    [row] = (row for row in results("returns")["rows"] if row["way"] == way)
+    return f"{row[part]:.0f}"
 
 
 def bytes_of_file(results: Recorded) -> str:
@@ -113,6 +119,16 @@ CLAIMS: dict[str, Callable[[Recorded], str]] = {
     "bursts-share": lambda results: (
         f"{max(r['of_alone'] for r in results('bursts')['rows'] if r['way'] == 'ours'):.2f}"
     ),
+    **{
+        f"returns-{name}": partial(first_token, way=way, part=part)
+        for name, way, part in (
+            ("l3", "L3", "all_mean_ms"),
+            ("host", "host memory", "all_mean_ms"),
+            ("all", "everything kept", "all_mean_ms"),
+            ("idle-l3", "L3", "mean_ms"),
+            ("idle-host", "host memory", "mean_ms"),
+        )
+    },
     "real-bfloat16": lambda results: of_file(results, "bfloat16"),
     "real-float32": lambda results: of_file(results, "float32"),
     "real-cases": lambda results: f"{len(results('real')['rows'])}",

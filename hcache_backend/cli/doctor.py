@@ -101,10 +101,10 @@ def _check_place(path: Path, config: HCacheConfig) -> Iterator[Check]:
         if place != path or not os.access(path, os.X_OK) or not is_store_folder(path):
             return
     elif place != path:
-        flaw = "; that is the disk of /, mount another one first if it is to have one"
         on_root = "dirs" in config.model_fields_set and place.stat().st_dev == device_of_root()
+        hint = "; that is the disk of /, mount another one first if it is to have one"
         found = f"does not exist yet; will be made in {place}"
-        yield _works("folder", found, flaw if on_root else None)
+        yield _works("folder", found, hint if on_root else None)
     else:
         found = "a page store" if is_store_folder(path) else "will be a page store"
         yield Check("folder", "good", found)
