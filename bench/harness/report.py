@@ -21,6 +21,7 @@ Value = str | Callable[[Any], object]  # keys of a row with dots between them, o
 OUT = Path("out")  # folder that programs write to unless told otherwise; git ignores it
 WIDTH = 9  # inches of a picture, which documentation shows about 850 pixels wide
 SMALLEST = 9  # points of its smallest text
+_MOST_UPRIGHT = 24  # numbers above bars
 COLOURS = {
     "computed": "#7f7f7f",
     "file": "#ff7f0e",
@@ -301,7 +302,10 @@ class Picture:
                 places, tall, 0.95 * width, yerr=ends, label=one.label, color=COLOURS[one.colour]
             )
             if one.each is None:
-                axes.bar_label(bars, fmt=self.bars or "%.2f", fontsize=SMALLEST, padding=1)
+                # Numbers of many bars beside each other would overlap.
+                turned = 90 if len(rows) * len(series) > _MOST_UPRIGHT else 0
+                fmt, size = self.bars or "%.2f", SMALLEST
+                axes.bar_label(bars, fmt=fmt, fontsize=size, padding=1, rotation=turned)
             heights += tall
         marks = [str(value_of(row, self.x)).replace(", ", "\n") for row in rows]
         axes.set_xticks(range(len(rows)), marks, fontsize=SMALLEST)
