@@ -131,6 +131,8 @@ CLAIMS: dict[str, Callable[[Recorded], str]] = {
     },
     "real-bfloat16": lambda results: of_file(results, "bfloat16"),
     "real-float32": lambda results: of_file(results, "float32"),
+    "replies-front": lambda results: f"{results('replies')['rows'][0]['differ']}",
+    "replies-all": lambda results: f"{results('replies')['rows'][0]['replies']}",
     "real-cases": lambda results: f"{len(results('real')['rows'])}",
     "real-cold": lambda results: mean(of(results, "file_cold")),
     "real-cold-worst": lambda results: f"{max(of(results, 'file_cold')):.2f}",
