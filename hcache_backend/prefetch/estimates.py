@@ -223,9 +223,14 @@ class L3Progress:
                 reading.tier = reading.last
 
     def spared(self, tokens: int) -> None:
-        """``tokens`` need not be read: they were recomputed."""
-        if self.reading is not None:
-            self.reading.wanted -= tokens
+        """``tokens`` need not be read: they were recomputed. In a probe they count as if they had
+        come as fast as the others: otherwise a front that recomputes all hides the speed."""
+        reading = self.reading
+        if reading is not None and reading.prefetch.probed is not None and reading.tokens:
+            reading.start -= (reading.last - reading.start) * tokens / reading.tokens
+            reading.tokens += tokens
+        elif reading is not None:
+            reading.wanted -= tokens
 
     def waited(self, seconds: float) -> None:
         """L3 was not read for ``seconds``."""

@@ -247,7 +247,7 @@ class HitGate:
         if probed is None:
             if prefetch.hit is not None:  # it seemed worth it
                 probes.pause = PROBE_SECONDS
-        elif failed or reading.tokens == reading.wanted:
+        elif failed or 0 < reading.tokens == reading.wanted:
             hit = probed.cut(reading.whole)._replace(recomputing=None)
             pays = not failed and self._pays(hit, seconds)
             longer = min(max(PROBE_SECONDS, 2 * probes.pause), LONGEST_PROBE_SECONDS)

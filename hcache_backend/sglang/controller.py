@@ -307,10 +307,12 @@ class OwnPagesController(HybridCacheController, Controller):
     def read_in_batches(self, operation: Any) -> None:
         """Read a prefetch, in order or from its last page to the front that is recomputed."""
         assert self._batches is not None and self.eager is not None
-        meeting = self._runtime.prefetches.of(operation).meeting
+        prefetch = self._runtime.prefetches.of(operation)
         self._read_drafts(operation)
-        read, until_met = self._page_get_zero_copy, self.eager.until_met
-        there = self._batches.transfer(read, operation, meeting, until_met)
+        ends = prefetch.meeting, self.eager.until_met
+        probes = prefetch.probed is not None
+        read = self._page_get_zero_copy
+        there = self._batches.transfer(read, operation, *ends, probes=probes)
         self._page_transfer_sidecar(operation, there)  # SGLang's report of other pools
 
     def _read_drafts(self, operation: Any) -> None:
@@ -433,10 +435,13 @@ class BatchedReads:
         operation: Any,
         meeting: Meeting | None = None,
         until_met: UntilMet | None = None,
+        *,
+        probes: bool = False,
     ) -> int:
         """Read a prefetch in order, or from its last page to the ``meeting``. Every rank makes the
         same number of reports, even if it reads less: they are reduced together. ``until_met`` is
-        :meth:`.EagerLoads.until_met`: pages that the front would reach sooner are left to it.
+        :meth:`.EagerLoads.until_met`: pages that the front would reach sooner are left to it. One
+        that ``probes`` L3 reads a page first, however slow L3 seems.
         Returns the number of leading pages that were read in order and are there."""
         keys, before = operation.hash_value, list(operation.prefix_keys or ())
         step, order, back = batch_pages(len(keys)), _InOrder(len(keys)), range(len(keys), len(keys))
@@ -448,6 +453,8 @@ class BatchedReads:
             while left and not operation.is_terminated():
                 if meeting is None or until_met is None:
                     pages = order.next_batch(left)
+                elif first and probes:
+                    pages = meeting.next_batch(1)
                 else:
                     pages = self._next_back(operation, meeting, until_met, left)
                 if not pages:

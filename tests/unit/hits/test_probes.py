@@ -142,10 +142,10 @@ def test_a_disk_that_is_slow_again_after_a_good_probe_is_probed_later(due: Gate)
 
 
 @pytest.mark.parametrize("seconds", [0.05, 1.5, 10.0])
-def test_a_probe_whose_front_was_all_recomputed_is_judged_by_the_time_that_it_took(
+def test_a_probe_whose_front_was_all_recomputed_says_nothing_of_the_disk(
     due: Gate, seconds: float
 ) -> None:
-    """A draft's pages come first. Meanwhile K and V of the model were all recomputed."""
+    """Otherwise every later hit is a probe of which nothing is read, for ever."""
     quick = slices(0.1)
     assert takes(due, "a", recomputing=quick, parts=False)
     rates = due.estimates.rates()
@@ -154,7 +154,38 @@ def test_a_probe_whose_front_was_all_recomputed_is_judged_by_the_time_that_it_to
         due.l3.spared(1000)
     assert due.estimates.rates() == rates, "nothing was read"
     turn(due)
-    assert takes(due, "b", recomputing=quick, parts=False) == (seconds < 1)
+    assert not takes(due, "b", recomputing=quick, parts=False)
+
+
+def test_a_probe_is_judged_by_the_part_that_was_read(due: Gate) -> None:
+    """Two of them show that L3 is fast again, although the front recomputed nearly all."""
+    quick = slices(0.1)
+
+    def probed(name: str, seconds: float) -> None:
+        assert takes(due, name, recomputing=quick)
+        assert due.prefetches.waiting[name].probed is not None
+        with reading(due, name, 1000):
+            due.now += seconds
+            due.l3.arrived(100)
+            due.l3.spared(900)
+        turn(due)
+
+    probed("a", 0.01)
+    probed("b", 0.01)
+    assert due.estimates.read.seconds(1000) == pytest.approx(0.1)
+    assert takes(due, "c", recomputing=quick)
+    assert due.prefetches.waiting["c"].probed is None
+
+
+def test_a_probe_whose_part_was_slow_is_a_bad_one(due: Gate) -> None:
+    quick = slices(0.1)
+    assert takes(due, "a", recomputing=quick)
+    with reading(due, "a", 1000):
+        due.now += 1.0
+        due.l3.arrived(100)
+        due.l3.spared(900)
+    turn(due)
+    assert not takes(due, "b", recomputing=quick)
 
 
 @pytest.mark.parametrize(

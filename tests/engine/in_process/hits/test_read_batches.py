@@ -201,6 +201,21 @@ def test_from_the_back_parts_reach_to_where_the_front_will_be(pages: int, share:
         left, at = left - part, at + part
 
 
+def test_a_probe_reads_a_page_although_the_front_would_have_it_sooner() -> None:
+    waited: list[float] = []
+    meeting, reports, got = Meeting(), list[Any](), list[list[str]]()
+    operation = Stopped(4, lambda: len(waited) == 3)
+    reads = BatchedReads(SIZE, reports.append, waiting(waited.append))
+
+    def read(operation: Any, keys: list[str], indices: torch.Tensor, info: Any) -> int:
+        got.append(keys)
+        return len(keys)
+
+    reads.transfer(read, operation, meeting, lambda *_, longest: (0.0, 1e9), probes=True)
+    assert got == [operation.hash_value[-1:]] and len(waited) == 3
+    assert [(report.start, report.end) for report in reports] == [(3, 4)]
+
+
 def test_from_the_back_who_waits_for_the_front_says_so_and_ends_with_the_prefetch() -> None:
     """Else nothing would come, L3 would seem not to answer, and a flush would wait in vain."""
     waited: list[float] = []
