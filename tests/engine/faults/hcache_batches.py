@@ -63,9 +63,9 @@ def keep_in_step(active: Callable[[], bool]) -> None:
         wait_while(lambda: len(reports) >= _number(0))
         return 0 if given_up() else int(read_pages(operation, *others))
 
-    def stepwise(self: Any, read_pages: Any, operation: Any, *others: Any) -> int:
+    def stepwise(self: Any, read_pages: Any, operation: Any, *ends: Any, **how: Any) -> int:
         operation.hcache_reports = []
-        return transfer(self, partial(in_step, self, read_pages), operation, *others)
+        return transfer(self, partial(in_step, self, read_pages), operation, *ends, **how)
 
     def begin_meeting(self: Any, pages: int) -> None:
         meets(self, pages)
