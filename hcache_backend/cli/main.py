@@ -22,8 +22,6 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # as in `hcache ls | head`; click ends quietly
-        except ModuleNotFoundError as error:
-            why = f"this command needs {error.name}: pip install {error.name}"
         except (common.Failure, OSError, sqlite3.Error, ConfigError, UnicodeError) as error:
             why = str(error).removeprefix("hcache: ")  # the table's name, and ours
         message = Text.assemble(("hcache:", "red"), f" {common.printable(why)}")

@@ -29,7 +29,6 @@ _OPERATIONS = {
     "dense": "forward pass without attention",
     "attention": "attention",
 }
-_COLOURS = {"recompute": "#b05fa8", "hidden": "#2a7ab9", "kv": "#e8a33d", None: "#9aa0a6"}
 Mode = Literal["auto", "hidden", "kv"]
 
 
@@ -42,7 +41,6 @@ def plan(
     restore: Annotated[RestorePath, Option(help="Option `restore` of the server.")] = "auto",
     codec: common.Codec = "auto",
     as_json: common.AsJson = False,
-    plot: Annotated[Path | None, Option(help="Draw the pipelines, as PNG.")] = None,
 ) -> None:
     """Plan which layers to store as hidden states, as KV, or not at all; predict restore times."""
     shape, sides, dtype, weights = common.served_model(model, tp)
@@ -59,8 +57,6 @@ def plan(
     result = PartitionPlan(profile, shape, tokens, tp, restore, sides)
     report = result.report()
     report["notes"][:0] = extra
-    if plot is not None:
-        _draw(result, plot)
     common.output(report, as_json, lambda _: _show(result, report["notes"], model))
 
 
@@ -125,33 +121,6 @@ def _show(result: PartitionPlan, notes: list[str], path: Path) -> None:
         lengths,
         *(f"- {note}" for note in notes),
     )
-
-
-def _draw(plan: PartitionPlan, path: Path) -> None:
-    """Write the pipelines of the partition and of every pure method as a PNG. Raises OSError."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    figure, model = Figure(figsize=(9, 5), layout="constrained"), plan.model
-    axes, rows = figure.subplots(), list[str]()
-    for title, way, name in _ways(plan):
-        tasks, seconds = way.timeline(name), way.seconds(name)
-        for stream in dict.fromkeys(task.stream for task in tasks):
-            mine = [task for task in tasks if task.stream == stream]
-            spans = [(1e3 * task.start, 1e3 * (task.end - task.start)) for task in mine]
-            colours = [_COLOURS[task.method] for task in mine]
-            axes.broken_barh(spans, (len(rows), 0.8), facecolors=colours, edgecolor="w", lw=0.3)
-            rows.append(f"{title.partition(' (')[0]}, {1e3 * seconds:,.1f} ms: {stream}")
-    axes.set_yticks([row + 0.4 for row in range(len(rows))], rows)
-    axes.invert_yaxis()
-    axes.set_xlabel("ms")
-    figure.suptitle(
-        f"Predicted: {plan.tokens:,} tokens are restored in {1e3 * plan.seconds('mix'):,.1f} ms\n"
-        f"{model.family}, {model.layers} layers of {model.hidden}; {plan.tp} {plan.profile.device}"
-    )
-    handles = [Patch(color=colour, label=method or "L3") for method, colour in _COLOURS.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
-    figure.savefig(path, dpi=130, format="png")
 
 
 def profile(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from hcache_backend.plan import restore as restores
 from hcache_backend.plan.model_shape import ModelShape, Sides
 from hcache_backend.plan.profile import Profile
-from hcache_backend.plan.restore import L3Path, Partition, Restore, Task, describe, simulate
+from hcache_backend.plan.restore import L3Path, Partition, Restore, describe
 
 Resource = Literal["compute", "bus", "l3"]
 RestorePath = Literal["auto", "layerwise"]  # option restore
@@ -100,21 +100,6 @@ class PartitionPlan:
     def recomputes_front(self) -> bool:
         """True if a hit is read from its last page on while its front is recomputed."""
         return self.l3 == "overlapped" and not self.sides
-
-    def timeline(self, choice: str) -> list[Task]:
-        """The pipeline of one of :attr:`choices`, without a recomputed front."""
-        tasks: list[Task] = []
-        partition, costs = self.choices[choice], self.machine.costs(self.tokens, 0, self.l3)
-        end = simulate(costs, partition, note=lambda *task: tasks.append(Task(*task)))
-        if self.sides and partition.kv:
-            read, copied = self.machine.sides_seconds(self.l3)
-            tasks.append(Task("l3", None, None, end, end + read))
-            tasks.append(Task("transfer", None, "kv", end + read, end + read + copied))
-        late = self._unused(partition, self.tokens)
-        return [
-            task._replace(start=task.start + late * (task.stream != "l3"), end=task.end + late)
-            for task in tasks
-        ]
 
     def busy(self, choice: str) -> dict[Resource, float]:
         """Seconds that each resource works in a restore, without a recomputed front."""

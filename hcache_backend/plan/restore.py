@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:  # the programs of bench/gpu have no pydantic
     from hcache_backend.plan.model_shape import ModelShape, Sides
@@ -114,24 +114,12 @@ class LayerCosts(NamedTuple):
 Objective = Callable[[LayerCosts, Partition], float]  # seconds, at least LayerCosts.least
 
 
-class Task(NamedTuple):
-    """Work on one stream, in seconds from the restore's beginning. L3 has no ``layer`` and
-    ``method``, because its pages hold all layers."""
-
-    stream: Literal["l3", "transfer", "compute"]
-    layer: int | None
-    method: LayerMethod | None
-    start: float
-    end: float
-
-
 def simulate(
     costs: LayerCosts,
     partition: Partition,
     ring: int | None = None,
     chunks: int = 1,
     pieces: int = 1,
-    note: Callable[..., Any] = lambda *task: None,
 ) -> float:
     """Seconds of a restore; each stream works through the layers in order.
 
@@ -140,37 +128,27 @@ def simulate(
             ``ring`` before it was used: by its projection, or for KV by its own transfer.
         chunks: Segments of one layer; long restores arrive and are projected in parts.
         pieces: Parts of the first layer, if no layer is recomputed before it.
-        note: Called with the fields of every :class:`Task`, those of a layer in order.
     """
     if partition.recompute:
         pieces = 1
-    begin = transfer = compute = costs.reading(partition)
-    if begin:
-        note("l3", None, None, 0.0, begin)
-    for layer in range(partition.recompute):
-        end = begin + costs.recomputation(layer + 1)
-        note("compute", layer, "recompute", compute, end)
-        compute = end
+    transfer = compute = costs.reading(partition)
+    compute += costs.recomputation(partition.recompute)
     io_h, io_kv, c_h = costs.io_h / chunks, costs.io_kv / chunks, costs.c_h / chunks
     hidden, segments = partition.hidden * chunks, (partition.hidden + partition.kv) * chunks
     room = segments if ring is None else ring
     parts = -(-pieces // chunks)
     used: list[float] = []
     for index in range(segments):
-        layer = partition.recompute + index // chunks
         start = transfer if index < room else max(transfer, used[index - room])
         if index < hidden:
             transfer = start + io_h
-            note("transfer", layer, "hidden", start, transfer)
             start = max(compute, transfer - io_h * (1 - 1 / parts))
             # Pieces go one after the other, at the pace of the slower stream.
             compute = max(start + c_h, transfer + c_h / parts)
-            note("compute", layer, "hidden", start, compute)
             parts = 1
             used.append(compute)
         else:
             transfer = start + io_kv
-            note("transfer", layer, "kv", start, transfer)
             used.append(transfer)
     return max(compute, transfer)
 

@@ -117,7 +117,7 @@ def test_an_index_can_show_the_wheel(wheel: zipfile.ZipFile) -> None:
     found = HeaderParser().parsestr(wheel.read(name).decode())
     assert found["Version"] == __version__
     assert found["Description-Content-Type"] == "text/markdown"
-    assert {"dev", "plot", "kvikio"} <= set(found.get_all("Provides-Extra") or ())
+    assert {"dev", "kvikio"} <= set(found.get_all("Provides-Extra") or ())
     assert 'triton; platform_system == "Linux"' in (found.get_all("Requires-Dist") or [])
     [entries] = [name for name in wheel.namelist() if name.endswith("/entry_points.txt")]
     assert "[sglang.srt.plugins]" in wheel.read(entries).decode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import re
 from dataclasses import replace
@@ -214,11 +213,11 @@ HYBRIDS = {
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_hit_of_a_hybrid_model_brings_a_window_or_a_state(
-    name: str, tp: int, restore: str, tmp_path: Path
+    name: str, tp: int, restore: str
 ) -> None:
     layers, sides = HYBRIDS[name]
     options = ("--ssds", 1, "--tp", tp, "--tokens", 16384, "--restore", restore)
-    found = plan(name, "h100", *options, "--plot", tmp_path / "plan.png")
+    found = plan(name, "h100", *options)
     assert found["sides"] == sides
     assert found["layers"] == {"recompute": 0, "hidden": 0, "kv": layers}
     assert set(found["predicted_ms"]) == {"mix", "kv", "recompute", "plain"}
@@ -249,12 +248,9 @@ def test_layers_with_sides_do_not_attend_to_all_tokens() -> None:
     assert times[1] - 2 * times[0] == pytest.approx(pairs, rel=0.02)
 
 
-def test_a_plan_is_pictured_and_its_layers_told(tmp_path: Path) -> None:
-    picture = tmp_path / "plan.picture"
+def test_the_layers_of_a_plan_are_told() -> None:
     model = ("plan", "-m", CONFIGS / "llama-2-13b.json", "-w", "h100", "--tokens", 16384)
-    done = hcache(*model, "--plot", picture)
-    assert "1 layer recomputed, 39 layers from hidden states" in done.stdout
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "1 layer recomputed, 39 layers from hidden states" in hcache(*model).stdout
 
 
 # Model, ranks -> where L3 is in a restore by a server with default options. Where it is read during
@@ -366,10 +362,9 @@ def test_a_profile_of_another_model_is_taken_over_and_said(tmp_path: Path) -> No
         ("llama-2-7b", ("--restore", "lazy"), "--restore"),
         ("llama-2-7b", ("-w", "wrong.json"), "field 'device'"),
         ("llama-2-7b", ("-w", "h100.json", "--ssds", 4), "its own measured L3"),
-        ("llama-2-7b", ("--plot", "absent/plan.png"), "absent"),
         *(  # are gone
             ("llama-3-8b", (option, 10), f"No such option: {option}")
-            for option in ("--users", "--replicas", "--new-tokens", "--turns-per-hour")
+            for option in ("--users", "--replicas", "--new-tokens", "--turns-per-hour", "--plot")
         ),
     ],
 )
@@ -397,22 +392,6 @@ def test_numbers_of_tokens_have_units_and_presets_any_case(given: str, tokens: i
     found = plan("llama-3-8b", "H100", "--tokens", given)
     assert found["tokens"] == tokens
     assert found["predicted_ms"] == plan("llama-3-8b", "h100", "--tokens", tokens)["predicted_ms"]
-
-
-def test_without_matplotlib_a_picture_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any, **options: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ModuleNotFoundError(name, name="matplotlib")
-        return real(name, *rest, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    model = ("plan", "-m", CONFIGS / "gpt2.json", "-w", "h100")
-    refused = said(*model, "--plot", tmp_path / "plan.png")
-    assert "needs matplotlib: pip install matplotlib" in refused
 
 
 # ---- profile ----

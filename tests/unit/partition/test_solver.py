@@ -1,6 +1,5 @@
 """The cost model: what a layer and a restore take, and what is searched."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from hcache_backend.plan.restore import (
     LayerCosts,
     Partition,
     Restore,
-    Task,
     recompute_layers,
     search,
     simulate,
@@ -115,29 +113,6 @@ def test_the_first_layers_are_recomputed_whatever_is_stored_for_them() -> None:
     assert partition.recomputing(3) == Partition(3, 1, 2)
     assert partition.recomputing(5) == Partition(5, 0, 1)
     assert partition.recomputing(6) == Partition(6, 0, 0)
-
-
-def timeline(costs: LayerCosts, partition: Partition) -> list[Task]:
-    tasks: list[Task] = []
-    simulate(costs, partition, note=lambda *task: tasks.append(Task(*task)))
-    return tasks
-
-
-@given(any_costs(), partitions())
-def test_a_timeline_is_a_pipeline(costs: LayerCosts, partition: Partition) -> None:
-    tasks = timeline(costs, partition)
-    for stream in ("l3", "transfer", "compute"):
-        mine = [task for task in tasks if task.stream == stream]
-        assert all(a.end <= b.start for a, b in itertools.pairwise(mine))
-    arrived = {task.layer: task.end for task in tasks if task.stream == "transfer"}
-    computed = {task.layer: task for task in tasks if task.stream == "compute"}
-    for layer in range(partition.layers):
-        method = partition.method(layer)
-        assert (layer in arrived) == (method != "recompute")
-        assert (layer in computed) == (method != "kv")
-        if method == "hidden":
-            assert computed[layer].start >= arrived[layer]
-    assert max((task.end for task in tasks), default=0.0) == simulate(costs, partition)
 
 
 def test_a_short_ring_holds_segments_up() -> None:
