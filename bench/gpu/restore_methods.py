@@ -133,7 +133,9 @@ class History:
         layer, pool, own = self.layers[index], self.pools[index], self.own
         codec: Codec = self.codecs[which]
 
-        def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        def fill(
+            _: range, segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+        ) -> None:
             rows = codec.decode(segments.view(-1, codec.row_bytes))
             if self.shape.ranks > 1:
                 # Stands for the all-gather over NVLink: the same bytes arrive, by a device copy.

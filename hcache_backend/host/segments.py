@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class KVSegments:
             self._encoder = make_segment_codec(codec, *self._cut(codec), kind)
             codec = self._encoder.name
         self.codec = codec
-        self._tables: dict[tuple[int, int, int], LayerTable] = {}
+        self._tables: dict[tuple[int, ...], LayerTable] = {}
         self._rings: dict[str, Ring] = {}
 
     def layout(self, layers: Sequence[StoredLayer], shard: Shard) -> PageLayout:
@@ -135,22 +136,62 @@ class KVSegments:
 
     def restored_layer(self, layer: int) -> RestoredLayer:
         if self.shares_tokens:
-            return RestoredLayer("kv", partial(self._fill, layer))
+            return RestoredLayer("kv", self._fill, gather=self._gather)
         launches = 1 if self._encoder is None else 2
         return RestoredLayer("kv", copy=self.load, launches=launches, by_header=self.by_header)
 
-    def _fill(
-        self, layer: int, segments: torch.Tensor, _: torch.Tensor, slots: torch.Tensor
+    def _gather(
+        self,
+        layers: Sequence[int],
+        memory: torch.Tensor,
+        pages: torch.Tensor,
+        offsets: Sequence[int],
+        out: torch.Tensor,
     ) -> None:
-        """:data:`.Fill` of latents: segments and ``slots`` are in the order of the shards."""
-        held, planes = self.pages_of(slots), self.planes(layer)
-        rows = segments.view(len(held), -1)
+        """:data:`.Gather` of this rank's share of latents."""
+        rows = out.view(len(layers), len(pages), -1)
+        if out.is_cuda:
+            table = self._table(layers, offsets)
+            gather_launch(memory, pages, 0, rows, layers=table).run()
+            return
+        for offset, row in zip(offsets, rows, strict=True):
+            gather_pages(memory, pages, offset, row.shape[1], out=row)
+
+    def _fill(
+        self, layers: Sequence[int], segments: torch.Tensor, _: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """:data:`.Fill` of latents: shares and ``slots`` are in the order of the ranks."""
+        pages = len(slots) // self.page_size
+        shares = segments.view(self._ranks, len(layers), pages, -1)
+        if not slots.is_cuda:
+            self._decode(layers, shares.transpose(0, 1).flatten(1, 2), self.pages_of(slots))
+            return
+        # The tokens of a share follow those of the share before it: each is a layer for kernels.
+        rows, own = shares.flatten(0, 1), slots[: pages * self._tokens]
+        table = self._table(layers, [rows.shape[-1]] * len(layers), self._ranks)
         if self._encoder is not None:
-            self._encoder.decode_pages(rows, planes, held)
-        else:
-            # By words: torch copies bytes one by one.
-            words = self._by_page(planes[0]).view(torch.int64)
-            words.index_copy_(0, held, rows.view(torch.int64))
+            self._encoder.decode_launch(rows, table.planes, own, table).run()
+            return
+        ids, each = (torch.arange(n, device=slots.device) for n in (pages, len(rows)))
+        planes, addresses, _, aligned = table
+        here = LayerTable(planes, addresses, each * rows[0].numel(), aligned)
+        pool = [self._by_group(plane) for plane in planes]
+        gather_planes_launch(rows.flatten(0, 1), ids, 0, pool, own, here).run()
+
+    def _decode(self, layers: Sequence[int], rows: torch.Tensor, held: torch.Tensor) -> None:
+        """Write segments of ``layers`` to pages of the pool, on the CPU: uint8 ``[layers, p,
+        segment_bytes]`` and int64 ``[p]``."""
+        planes, encoder = [self.planes(layer) for layer in layers], self._encoder
+        if encoder is None:
+            for [latents], some in zip(planes, rows, strict=True):
+                # By words: torch copies bytes one by one.
+                words = self._by_page(latents).view(torch.int64)
+                words.index_copy_(0, held, some.view(torch.int64))
+            return
+        together = max(1, encoder.at_once // max(1, len(held)))
+        for start in range(0, len(layers), together):
+            some = slice(start, start + together)
+            encoder.decode_layers(rows[some], planes[some], held)
 
     def load(
         self,
@@ -214,15 +255,17 @@ class KVSegments:
         for start in range(0, len(layers), together):
             some, size = slice(start, start + together), encoder.segment_bytes
             rows = [gather_pages(memory, pages, offset, size) for offset in offsets[some]]
-            planes = [self.planes(layer) for layer in layers[some]]
-            encoder.decode_layers(torch.stack(rows), planes, held)
+            self._decode(layers[some], torch.stack(rows), held)
 
-    def _table(self, layers: Sequence[int], offsets: Sequence[int]) -> LayerTable:
-        """Addresses of ``layers`` for kernels; made at the first use."""
-        key = (layers[0], len(layers), offsets[0])
+    def _table(self, layers: Sequence[int], offsets: Sequence[int], shares: int = 1) -> LayerTable:
+        """Addresses of ``layers`` for kernels, of each of ``shares`` of a page's tokens; made at
+        the first use."""
+        key = (layers[0], len(layers), offsets[0], shares)
         if key not in self._tables:
-            planes = [self.planes(layer) for layer in layers]
-            self._tables[key] = LayerTable.of(planes, offsets)
+            starts = range(0, shares * self._tokens, self._tokens)
+            every = product(starts, map(self.planes, layers))
+            planes = [tuple(plane[start:] for plane in of) for start, of in every]
+            self._tables[key] = LayerTable.of(planes, [*offsets] * shares)
         return self._tables[key]
 
     def held(self, layers: Sequence[int], slots: torch.Tensor) -> torch.Tensor:

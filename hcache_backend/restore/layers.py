@@ -1,5 +1,5 @@
 """Ways in which a layer comes back: projected, copied as K and V, or recomputed. And the copies
-that a restore consists of: hidden states by layer, K and V by groups of layers."""
+that a restore consists of: hidden states by layer, K, V and latents by groups of layers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ import torch
 from hcache_backend.plan.restore import FIRST_PIECE_TOKENS
 from hcache_backend.streams import Stream
 
-Fill = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""``fill(segments, positions, slots)`` projects K and V of one layer to the pool: uint8 ``[pages,
-segment_bytes]`` and int64 ``[pages * page_size]`` twice, on the device."""
+Fill = Callable[[range, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""``fill(layers, segments, positions, slots)`` writes K and V of layers to the pool: uint8
+``[pages, bytes]`` and int64 ``[pages * page_size]`` twice, on the device. ``segments`` are those of
+one layer, or what ``gather`` has brought on each rank, one rank after the other."""
+
+Gather = Callable[[range, torch.Tensor, torch.Tensor, Sequence[int], torch.Tensor], None]
+"""``gather(layers, memory, pages, offsets, out)`` brings segments of consecutive layers, layer by
+layer, to ``out`` (uint8): the arena, int64 ``[p]``, and each layer's offset in a page."""
 
 Copy = Callable[[Sequence[int], torch.Tensor, torch.Tensor, Sequence[int], torch.Tensor], None]
 """``copy(layers, memory, pages, offsets, slots)`` copies K and V of consecutive layers to the pool:
@@ -26,12 +31,13 @@ the arena, int64 ``[p]``, each layer's offset in a page, and int64 ``[p * page_s
 class RestoredLayer(NamedTuple):
     """The way in which one layer comes back. ``hidden``: segments arrive on the copy stream, and
     ``fill`` projects them on the compute stream. ``kv``: ``copy`` brings K and V on the copy
-    stream, or segments arrive and ``fill`` decodes them, because ranks share their tokens.
+    stream; if ranks share their tokens, ``gather`` brings segments, and ``fill`` decodes them.
     ``recompute``: nothing is stored, and the segment's length is 0."""
 
     method: Literal["hidden", "kv", "recompute"]
     fill: Fill | None = None
     copy: Copy | None = None  # the same for all layers that it can bring at once
+    gather: Gather | None = None  # likewise
     launches: int = 1  # of a copy
     by_header: bool = False  # the copy reads headers of pages, and gets page ids on the CPU
 
@@ -52,6 +58,7 @@ class Recompute(NamedTuple):
 
 
 MOST_LAUNCHES = 4  # copies of K and V of a restore: a forward pass waits for a group, not for all
+MOST_GATHERED = 8  # groups of layers that ranks exchange: each has launches and waits of its own
 
 
 class TokenRows(NamedTuple):
@@ -89,7 +96,7 @@ def parts_of(
     tokens. K and V have at most ``launches`` parts, or one for each group of layers."""
     pages, first = len(page_ids), next(iter(layers), 0)
     size = len(rows.slots) // max(1, pages)
-    for group in _groups(layers, launches):
+    for group in groups_of(layers, launches):
         layer = layers[group.start]
         step = chunk_pages if layer.copy is None else max(1, pages)
         if group.start == first and layer.copy is None:
@@ -102,10 +109,16 @@ def parts_of(
             yield Part(group, part, ids[part], positions[tokens], slots[tokens], last)
 
 
-def _groups(layers: Mapping[int, RestoredLayer], launches: int) -> Iterator[range]:
-    """Layers that are copied together, by at most ``launches``; others alone."""
-    for _, together in groupby(layers, lambda number: layers[number].copy or number):
+def groups_of(layers: Mapping[int, RestoredLayer], launches: int) -> Iterator[range]:
+    """Layers that are copied together, by at most ``launches``, or gathered; others alone."""
+    for _, together in groupby(layers, lambda at: layers[at].copy or layers[at].gather or at):
         numbers = list(together)
-        count = min(len(numbers), max(1, launches // layers[numbers[0]].launches))
-        for first, stop in pairwise(len(numbers) * part // count for part in range(count + 1)):
-            yield range(numbers[first], numbers[stop - 1] + 1)
+        first = layers[numbers[0]]
+        yield from divided(numbers, MOST_GATHERED if first.gather else launches // first.launches)
+
+
+def divided(layers: Sequence[int], most: int) -> Iterator[range]:
+    """Consecutive ``layers`` in groups of about one size: at most ``most``, and at least one."""
+    count = min(len(layers), max(1, most))
+    for first, stop in pairwise(len(layers) * part // count for part in range(count + 1)):
+        yield range(layers[first], layers[stop - 1] + 1)

@@ -9,6 +9,7 @@
 - A layer is one copy and one projection, unless it has more tokens than a projection may take. Only
   the first layer comes in pieces: until one has arrived there is nothing to project.
 - If ranks share the tokens of pages, rows arrive in the order of the shares, not of the pages.
+  Several layers of latents are one exchange, and one launch decodes them.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ import numpy.typing as npt
 import torch
 
 from hcache_backend.format.page import PageLayout
-from hcache_backend.plan.restore import FIRST_PIECES
+from hcache_backend.plan.restore import FIRST_PIECES, RUN_AHEAD
 from hcache_backend.restore import layers
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
 from hcache_backend.restore.layers import Part, Recompute, RestoredLayer, TokenRows
 from hcache_backend.restore.report import RestoreReport, RunningRestore
-from hcache_backend.restore.ring import Ring, largest_segment, ring_bytes
+from hcache_backend.restore.ring import Ring, part_bytes, ring_bytes
 from hcache_backend.streams import Event, current_stream, held_for_device, host_tensor, new_stream
 from hcache_kernels.pages import gather_pages
 
@@ -50,10 +51,11 @@ class RestorePipeline:
     def __post_init__(self) -> None:
         layout, device = self._layout, torch.device(self._device)
         self._device, self._chunk_pages = device, max(1, self._chunk_tokens // layout.page_size)
-        arriving = [i for i, layer in enumerate(self._layers) if layer.arrives]
-        self._largest = largest_segment(layout, arriving)
+        groups = layers.groups_of(dict(enumerate(self._layers)), 1)
+        arriving = [group for group in groups if self._layers[group.start].arrives]
         size = ring_bytes(layout, self._chunk_tokens, arriving)
         self._ring = Ring(torch.empty(size, dtype=torch.uint8, device=device))
+        self._largest = size // RUN_AHEAD // self._chunk_pages  # part of a page
         self._copy = new_stream(device, "copy")
         # Projections may talk to other ranks.
         self._compute = new_stream(device, "compute", in_turn=self.order is not None)
@@ -227,7 +229,8 @@ class RestorePipeline:
             layer = part.layers.start
             if self._layers[layer].arrives:
                 mine.append(part._replace(page_ids=pages[part.pages]))
-                length = len(mine[-1].page_ids) * self._layout.segment_bytes[layer]
+                whole = len(mine[-1].page_ids) * part_bytes(self._layout, part.layers)
+                length = whole // exchange.shards
                 here[layer, part.pages.start] = slice(size, size + length)
                 size += length
         shards = host_tensor((exchange.shards, size), torch.uint8, self._device)
@@ -259,17 +262,20 @@ class RestorePipeline:
             target[start : start + len(chunk)] = by_shard.reshape(-1)
 
     def _bring_own(self, part: Part, out: torch.Tensor) -> None:
-        offset = self._layout.segment_offsets[part.layers.start]
+        offsets = self._layout.segment_offsets[part.layers.start : part.layers.stop]
+        gather = self._layers[part.layers.start].gather
+        if gather is not None:
+            gather(part.layers, self._memory, part.page_ids, offsets, out)
+            return
         rows = out.view(len(part.page_ids), -1)
-        gather_pages(self._memory, part.page_ids, offset, rows.shape[1], out=rows)
+        gather_pages(self._memory, part.page_ids, offsets[0], rows.shape[1], out=rows)
 
     def _copy_part(self, restore: RunningRestore, bring: _Bring, part: Part) -> _Arrived:
         """Copy K and V to the pool, hidden states to the ring."""
         first = part.layers.start
         layer, buffer = self._layers[first], None
         if layer.copy is None:
-            shards = self.exchange.shards if self.exchange is not None else 1
-            length = self._layout.segment_bytes[first] * shards
+            length = part_bytes(self._layout, part.layers)
             place = self._ring.next(self._copy)
             buffer = place[: len(part.page_ids) * length].view(-1, length)
             copy = partial(bring, part, buffer)
@@ -293,7 +299,7 @@ class RestorePipeline:
             return copied
         self._compute.wait(copied)
         start = self._compute.record(timed=True)
-        self._compute.run(partial(fill, buffer, part.positions, part.slots))
+        self._compute.run(partial(fill, part.layers, buffer, part.positions, part.slots))
         filled = self._compute.record(timed=True)
         restore.timed.append(("compute", layer, start, filled))
         self._ring.used(filled)

@@ -12,16 +12,17 @@ from hcache_backend.plan.restore import RUN_AHEAD
 from hcache_backend.streams import Event, Stream
 
 
-def largest_segment(layout: PageLayout, hidden: Iterable[int]) -> int:
-    """Bytes of the largest segment of ``hidden`` layers, its shards together; at least 1."""
-    return max((layout.segment_bytes[layer] * layout.shard.of for layer in hidden), default=1)
+def part_bytes(layout: PageLayout, layers: Iterable[int]) -> int:
+    """Bytes of ``layers`` of a page that arrive together, of all shards."""
+    return sum(layout.segment_bytes[layer] for layer in layers) * layout.shard.of
 
 
-def ring_bytes(layout: PageLayout, chunk_tokens: int, hidden: Iterable[int]) -> int:
-    """Device memory of a pipeline's ring. Projections need memory for one chunk besides; K and V
-    that are stored as such bypass the ring."""
+def ring_bytes(layout: PageLayout, chunk_tokens: int, arriving: Iterable[range]) -> int:
+    """Device memory of a pipeline's ring, for groups of layers that arrive together. Projections
+    need memory for one chunk besides; K and V that are stored as such bypass the ring."""
     chunk_pages = max(1, chunk_tokens // layout.page_size)
-    return RUN_AHEAD * chunk_pages * largest_segment(layout, hidden)
+    largest = max((part_bytes(layout, layers) for layers in arriving), default=1)
+    return RUN_AHEAD * chunk_pages * largest
 
 
 class Ring:

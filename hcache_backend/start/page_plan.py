@@ -30,7 +30,7 @@ from hcache_backend.projection.paged_pool import planes_of
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Group, Refused, all_or_none
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange, shard_of_rank
-from hcache_backend.restore.layers import RestoredLayer
+from hcache_backend.restore.layers import MOST_GATHERED, RestoredLayer, divided
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
@@ -98,9 +98,11 @@ class PagePlan:
         return hooks
 
     @property
-    def arriving(self) -> Sequence[int]:
-        """Layers that pass through the ring of restores."""
-        return self.kv.layers if self.kv.shares_tokens else self.methods.layers("hidden")
+    def arriving(self) -> list[range]:
+        """Groups of layers that pass through the ring of restores together."""
+        if self.kv.shares_tokens:
+            return [*divided(self.kv.layers, MOST_GATHERED)]
+        return [range(layer, layer + 1) for layer in self.methods.layers("hidden")]
 
     @property
     def hidden_layers(self) -> list[AttentionLayer]:
@@ -128,7 +130,9 @@ class PagePlan:
     def restored_layers(self, projector: Projector) -> list[RestoredLayer]:
         """How each layer comes back."""
 
-        def fill(layer: AttentionLayer, segments: torch.Tensor, *where: torch.Tensor) -> None:
+        def fill(
+            layer: AttentionLayer, _: range, segments: torch.Tensor, *where: torch.Tensor
+        ) -> None:
             """:data:`.Fill`; ``where``: positions and slots."""
             assert self.codec is not None
             rows = self.codec.decode(segments.view(-1, self.codec.row_bytes))

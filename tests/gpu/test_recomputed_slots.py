@@ -56,7 +56,9 @@ class Scene:
         self.physical = arena.physical(self.pages)
         kv = torch.zeros((BEFORE + RESTORED) * PAGE, WIDTH, dtype=torch.uint8, device="cuda")
 
-        def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        def fill(
+            _: range, segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+        ) -> None:
             kv[slots] = segments.view(-1, WIDTH)
 
         layers = [RestoredLayer("recompute"), RestoredLayer("hidden", fill)]

@@ -70,7 +70,9 @@ class Engine:
         self.pipeline = RestorePipeline(self.memory, self.layout, layers, 2 * PAGE, device)
 
     def fill(self, layer: int) -> Fill:
-        def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        def fill(
+            _: range, segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+        ) -> None:
             rows = segments.view(DTYPE).view(-1, WIDTH)
             projection, pool = self.projections[layer], self.pools[layer]
             project_kv(ProjectionCall(rows, positions, slots, projection, pool))

@@ -72,7 +72,9 @@ class Pool:
     def restored(self, layer: int) -> RestoredLayer:
         """How ``layer`` comes back: its K and V as the product copies and decodes them."""
 
-        def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        def fill(
+            _: range, segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+        ) -> None:
             rows = segments.view(torch.float32).view(-1, WIDTH)
             self.k[layer, slots] = (rows + positions[:, None]).to(self.k.dtype)
             self.v[layer, slots] = (rows * 2).to(self.v.dtype)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.format.units import WHOLE
+from hcache_backend.format.units import WHOLE, Shard
 from hcache_backend.host import segments
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul.segments import PairedSegments
@@ -96,6 +96,60 @@ def test_a_backup_and_a_load_launch_four_times_at_most(codec: str) -> None:
         assert all(torch.allclose(a, b, atol=0.02) for a, b in zip(back, want, strict=True))
     # A forward pass waits for groups of layers, not for all of them.
     assert len(set(map(id, restore.layers))) == (4 if codec == "none" else 2)
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [("none", torch.bfloat16), ("none", torch.uint8), ("exp4", torch.bfloat16)],
+)
+def test_latents_of_ranks_come_by_few_exchanges(codec: str, dtype: torch.dtype) -> None:
+    """Each rank brings its share of several layers, and one launch decodes those of all ranks."""
+    layers, pages, dim = 20, np.array([4, 1, 3]), 64
+    rows = [torch.randn(2 * PAGES * PAGE, 1, dim).bfloat16() for _ in range(layers)]
+    pool = SimpleNamespace(kv_buffer=[row.view(dtype).to(CUDA) for row in rows], kv_lora_rank=dim)
+    slots, taken = torch.arange(PAGE, 4 * PAGE).to(CUDA), torch.arange(30 * PAGE, 33 * PAGE)
+    made = []
+    for number in range(2):
+        shard = Shard(number, 2)
+        kv = KVSegments(pool, range(layers), PAGE, shard, 2, codec)
+        layout = kv.layout([kv.stored_layer(layer) for layer in kv.layers], shard)
+        memory = host_tensor((PAGES, layout.stride), torch.uint8, CUDA).zero_()
+        fits = kv.save(layout, memory, torch.from_numpy(pages).to(CUDA), slots)
+        assert fits is None or fits.all().item()
+        restored = [kv.restored_layer(layer) for layer in kv.layers]
+        exchange: Any = SimpleNamespace(number=number, shards=2, on_scheduler_thread=False)
+        made.append(RestorePipeline(memory, layout, restored, 2 * PAGE, CUDA, exchange))
+    part: list[Any] = []
+    exchanges = 0
+
+    def note(which: Any, out: torch.Tensor) -> None:
+        part.append(which)
+        bring(which, out)
+
+    def gather(shards: torch.Tensor, fetch: Any) -> None:
+        """The other rank's share of the same part comes from its pages."""
+        nonlocal exchanges
+        exchanges += 1
+        fetch(shards[0])
+        made[1]._bring_own(part[-1], shards[1])
+
+    bring = made[0]._bring_own
+    made[0]._bring_own = note  # type: ignore[method-assign]
+    assert made[0].exchange is not None
+    made[0].exchange.gather = gather  # type: ignore[method-assign]
+    torch.cuda.synchronize()
+    for _ in range(2):  # the first time tables are made
+        exchanges = 0
+        with launches() as seen:
+            restore = made[0].start(pages, taken.to(CUDA))
+        restore.synchronize()
+        for plane in pool.kv_buffer:
+            assert torch.equal(plane[taken.to(CUDA)].cpu(), plane[slots].cpu())
+            plane[taken.to(CUDA)] = 0
+    parts = 8 * 2  # two pages at a time
+    assert exchanges == parts
+    assert len(seen) <= 5 * parts + 8, seen  # of them one is that of the other rank
+    assert len(set(map(id, restore.layers))) == 8
 
 
 def test_pages_of_krul_come_back() -> None:

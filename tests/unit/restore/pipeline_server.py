@@ -69,7 +69,9 @@ class Server:
         )
 
     def restored(self, layer: int) -> RestoredLayer:
-        def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        def fill(
+            _: range, segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+        ) -> None:
             rows = segments.view(torch.float32).view(-1, WIDTH)
             self.k[layer, slots] = rows + positions[:, None]
             self.v[layer, slots] = rows * 2

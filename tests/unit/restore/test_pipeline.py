@@ -185,7 +185,7 @@ def test_reports_say_what_each_stream_did() -> None:
 def test_device_memory_is_bounded_by_the_chunk() -> None:
     server = Server(chunk_tokens=2 * SIZE)
     largest = server.layout.segment_bytes[0]  # of hidden states: K and V go past the ring
-    assert ring_bytes(server.layout, 2 * SIZE, [0]) == RUN_AHEAD * 2 * largest
+    assert ring_bytes(server.layout, 2 * SIZE, [range(1)]) == RUN_AHEAD * 2 * largest
     assert server.pipeline._ring._memory.nbytes == RUN_AHEAD * 2 * largest
     wait(server, *some(PAGES))
     hidden = [tokens for layer, tokens in server.calls if server.methods[layer] == "hidden"]
