@@ -136,7 +136,7 @@ class KVSegments:
 
     def restored_layer(self, layer: int) -> RestoredLayer:
         if self.shares_tokens:
-            return RestoredLayer("kv", self._fill, gather=self._gather)
+            return RestoredLayer("kv", self._fill, self._gather)
         launches = 1 if self._encoder is None else 2
         return RestoredLayer("kv", copy=self.load, launches=launches, by_header=self.by_header)
 
@@ -148,7 +148,7 @@ class KVSegments:
         offsets: Sequence[int],
         out: torch.Tensor,
     ) -> None:
-        """:data:`.Gather` of this rank's share of latents."""
+        """:data:`.Copy` of this rank's share of latents."""
         rows = out.view(len(layers), len(pages), -1)
         if out.is_cuda:
             table = self._table(layers, offsets)

@@ -17,27 +17,23 @@ from hcache_backend.streams import Stream
 Fill = Callable[[range, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """``fill(layers, segments, positions, slots)`` writes K and V of layers to the pool: uint8
 ``[pages, bytes]`` and int64 ``[pages * page_size]`` twice, on the device. ``segments`` are those of
-one layer, or what ``gather`` has brought on each rank, one rank after the other."""
-
-Gather = Callable[[range, torch.Tensor, torch.Tensor, Sequence[int], torch.Tensor], None]
-"""``gather(layers, memory, pages, offsets, out)`` brings segments of consecutive layers, layer by
-layer, to ``out`` (uint8): the arena, int64 ``[p]``, and each layer's offset in a page."""
+one layer, or of the layers that a copy has brought on each rank, one rank after the other."""
 
 Copy = Callable[[Sequence[int], torch.Tensor, torch.Tensor, Sequence[int], torch.Tensor], None]
-"""``copy(layers, memory, pages, offsets, slots)`` copies K and V of consecutive layers to the pool:
-the arena, int64 ``[p]``, each layer's offset in a page, and int64 ``[p * page_size]``."""
+"""``copy(layers, memory, pages, offsets, to)`` copies segments of consecutive layers: the arena,
+int64 ``[p]``, and each layer's offset in a page. ``to`` are slots of the pool for K and V, int64
+``[p * page_size]``; with a :data:`Fill` it is memory for the segments, layer by layer (uint8)."""
 
 
 class RestoredLayer(NamedTuple):
     """The way in which one layer comes back. ``hidden``: segments arrive on the copy stream, and
     ``fill`` projects them on the compute stream. ``kv``: ``copy`` brings K and V on the copy
-    stream; if ranks share their tokens, ``gather`` brings segments, and ``fill`` decodes them.
+    stream; if ranks share their tokens, it brings segments, and ``fill`` decodes them.
     ``recompute``: nothing is stored, and the segment's length is 0."""
 
     method: Literal["hidden", "kv", "recompute"]
     fill: Fill | None = None
     copy: Copy | None = None  # the same for all layers that it can bring at once
-    gather: Gather | None = None  # likewise
     launches: int = 1  # of a copy
     by_header: bool = False  # the copy reads headers of pages, and gets page ids on the CPU
 
@@ -58,7 +54,7 @@ class Recompute(NamedTuple):
 
 
 MOST_LAUNCHES = 4  # copies of K and V of a restore: a forward pass waits for a group, not for all
-MOST_GATHERED = 8  # groups of layers that ranks exchange: each has launches and waits of its own
+MOST_EXCHANGES = 8  # of latents in a restore: each has launches and waits of its own
 
 
 class TokenRows(NamedTuple):
@@ -98,8 +94,8 @@ def parts_of(
     size = len(rows.slots) // max(1, pages)
     for group in groups_of(layers, launches):
         layer = layers[group.start]
-        step = chunk_pages if layer.copy is None else max(1, pages)
-        if group.start == first and layer.copy is None:
+        step = chunk_pages if layer.arrives else max(1, pages)
+        if group.start == first and layer.arrives:
             step = min(step, max(-(-pages // pieces), FIRST_PIECE_TOKENS // max(1, size), 1))
         positions, slots = shared if layer.arrives else rows
         ids = held_ids if layer.by_header and not layer.arrives else page_ids
@@ -110,11 +106,11 @@ def parts_of(
 
 
 def groups_of(layers: Mapping[int, RestoredLayer], launches: int) -> Iterator[range]:
-    """Layers that are copied together, by at most ``launches``, or gathered; others alone."""
-    for _, together in groupby(layers, lambda at: layers[at].copy or layers[at].gather or at):
+    """Layers that are copied together, by at most ``launches`` or exchanges; others alone."""
+    for _, together in groupby(layers, lambda number: layers[number].copy or number):
         numbers = list(together)
         first = layers[numbers[0]]
-        yield from divided(numbers, MOST_GATHERED if first.gather else launches // first.launches)
+        yield from divided(numbers, MOST_EXCHANGES if first.arrives else launches // first.launches)
 
 
 def divided(layers: Sequence[int], most: int) -> Iterator[range]:

@@ -263,9 +263,9 @@ class RestorePipeline:
 
     def _bring_own(self, part: Part, out: torch.Tensor) -> None:
         offsets = self._layout.segment_offsets[part.layers.start : part.layers.stop]
-        gather = self._layers[part.layers.start].gather
-        if gather is not None:
-            gather(part.layers, self._memory, part.page_ids, offsets, out)
+        copy = self._layers[part.layers.start].copy
+        if copy is not None:
+            copy(part.layers, self._memory, part.page_ids, offsets, out)
             return
         rows = out.view(len(part.page_ids), -1)
         gather_pages(self._memory, part.page_ids, offsets[0], rows.shape[1], out=rows)
@@ -274,12 +274,12 @@ class RestorePipeline:
         """Copy K and V to the pool, hidden states to the ring."""
         first = part.layers.start
         layer, buffer = self._layers[first], None
-        if layer.copy is None:
+        if layer.arrives:
             length = part_bytes(self._layout, part.layers)
             place = self._ring.next(self._copy)
             buffer = place[: len(part.page_ids) * length].view(-1, length)
             copy = partial(bring, part, buffer)
-        else:
+        elif layer.copy is not None:
             offsets = self._layout.segment_offsets[first : part.layers.stop]
             rows = part.page_ids, offsets, part.slots
             copy = partial(layer.copy, part.layers, self._memory, *rows)

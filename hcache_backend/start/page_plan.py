@@ -30,7 +30,7 @@ from hcache_backend.projection.paged_pool import planes_of
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Group, Refused, all_or_none
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange, shard_of_rank
-from hcache_backend.restore.layers import MOST_GATHERED, RestoredLayer, divided
+from hcache_backend.restore.layers import MOST_EXCHANGES, RestoredLayer, divided
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
@@ -101,7 +101,7 @@ class PagePlan:
     def arriving(self) -> list[range]:
         """Groups of layers that pass through the ring of restores together."""
         if self.kv.shares_tokens:
-            return [*divided(self.kv.layers, MOST_GATHERED)]
+            return [*divided(self.kv.layers, MOST_EXCHANGES)]
         return [range(layer, layer + 1) for layer in self.methods.layers("hidden")]
 
     @property
