@@ -6,8 +6,8 @@ Needs torch, triton, numpy, pytest and xxhash; neither SGLang nor anything from 
 
 - tests: ``pytest -m gpu`` of capture and restores with recorded graphs, of streams that are late,
   of memory that is freed early, and of kernels
-- questions: bits and seconds of K and V alone against all of QKV, the scheduler's time for a backup
-  and for a load, and registering host memory
+- questions: parts of a server's start, the scheduler's time for a backup and for a load, matrix
+  products beside a backup, and registering host memory
 - overlap: whether copies run beside matrix products
 - restore: 4,096 and 1,024 tokens of Llama-2-7B by every method
 - capture: decode graphs of 16 and 64 requests, a prefill graph, eager prefill

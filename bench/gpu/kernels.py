@@ -2,7 +2,7 @@
 
 - projection: ``project_kv`` both ways, the bare GEMM of the same shape (the faster of both weight
   layouts) and the same operation composed of torch's; medians of CUDA events, cold L2 cache
-- codecs, also to and from pages in pinned memory: kernels_transfers.py
+- codecs: kernels_transfers.py
 - correctness of both ways on the same random data, against float64
 """
 
@@ -75,12 +75,7 @@ PROGRAM = GpuProgram(
         ),
         Table(
             of_kind("segments"),
-            (
-                Column("K and V, GB/s", "what"),
-                *_speeds("encode", "decode", "copy", "saved", "uncoded_save"),
-                *_speeds("loaded", "uncoded_load"),
-                *_RIGHT,
-            ),
+            (Column("K and V, GB/s", "what"), *_speeds("encode", "decode", "copy"), *_RIGHT),
         ),
     ),
     draw=Picture(

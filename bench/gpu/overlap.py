@@ -27,7 +27,8 @@ TOKENS, PAGE, PRODUCT_TOKENS = 2048, 64, 8192  # of a copy, a page, a product
 COLD_BYTES = 64 << 20
 LEAST, MOST = 4, 1000  # repetitions of one measurement
 
-Loop = tuple[Any, Callable[[], object], int]  # a stream, the work and how often
+Work = tuple[Any, Callable[[], object]]  # on which stream
+Loop = tuple[Any, Callable[[], object], int]  # and how often
 
 
 def together(device: torch.device, loops: Sequence[Loop]) -> list[float]:
@@ -54,6 +55,23 @@ def kept(times: int, alone: float, took: float, both: float) -> float:
     return min(1.0, max(done, alone / 2) / both)  # noise must not look like a standstill
 
 
+def alone(device: torch.device, work: Work, share: float) -> float:
+    """Seconds of one undisturbed ``work``, of which the first one compiles; in about ``share``."""
+    first = min(*together(device, [(*work, 1)]), *together(device, [(*work, 1)]))
+    times = min(MOST, max(LEAST, round(share / first)))
+    return together(device, [(*work, times)])[0] / times
+
+
+def beside(
+    device: torch.device, works: Sequence[Work], ones: Sequence[float], share: float
+) -> list[float]:
+    """Share of its own speed that each of ``works`` keeps while all are done; ``ones`` are seconds
+    of one alone, ``share`` those of all."""
+    times = [max(LEAST, round(share / one)) for one in ones]
+    took = together(device, [(*work, n) for work, n in zip(works, times, strict=True)])
+    return [*map(kept, times, ones, took, [min(took)] * len(times))]
+
+
 def measure(run: GpuRun) -> None:
     """A row for each way to copy."""
     # A dry run interprets these.
@@ -71,14 +89,8 @@ def measure(run: GpuRun) -> None:
     memory = host_tensor((sets * pages, 2 * segment), torch.uint8, at).random_(0, 256)
     here = torch.randperm(sets * pages).view(sets, pages)
     out = torch.zeros((pages, segment), dtype=torch.uint8, device=at)
-    copying, computing = new_stream(at, "copy"), new_stream(at, "compute")
+    copying, computing = new_stream(at, "copy"), (new_stream(at, "compute"), product)
     share = seconds / (2 * len(PROGRAMS) + 3)  # a way is measured alone and beside
-
-    def alone(stream: Any, work: Callable[[], object]) -> float:
-        """Seconds of one undisturbed ``work``, of which the first one compiles."""
-        first = min(*together(at, [(stream, work, 1)]), *together(at, [(stream, work, 1)]))
-        times = min(MOST, max(LEAST, round(share / first)))
-        return together(at, [(stream, work, times)])[0] / times
 
     def by_kernel(programs: int) -> Callable[[], object]:
         turns, grid = cycle(here.to(at)), (programs,)
@@ -89,16 +101,15 @@ def measure(run: GpuRun) -> None:
         turns = cycle([[memory[page, segment:] for page in ids] for ids in here])
         return lambda: torch._foreach_copy_(rows, next(turns), non_blocking=True)
 
-    one_product = alone(computing, product)
+    one_product = alone(at, computing, share)
     ways = {f"gather kernel, {programs}": by_kernel(programs) for programs in PROGRAMS}
     for way, copy in {**ways, "copy engine": by_engine()}.items():
         out.zero_()
         together(at, [(copying, copy, 1)])
         right = torch.equal(out.cpu(), memory[here[0], segment:])
-        one_copy = alone(copying, copy)
-        times = [max(LEAST, round(share / one)) for one in (one_copy, one_product)]
-        took = together(at, [(copying, copy, times[0]), (computing, product, times[1])])
-        copies, products = map(kept, times, (one_copy, one_product), took, [min(took)] * 2)
+        one_copy = alone(at, (copying, copy), share)
+        both: list[Work] = [(copying, copy), computing]
+        copies, products = beside(at, both, [one_copy, one_product], share)
         rate = out.nbytes / one_copy
         row = {"way": way, "tokens": tokens, "bus": bus, "right": right, "products": products}
         row |= {"alone_gb_s": rate / 1e9, "beside_gb_s": rate * copies / 1e9, "of_bus": rate / bus}

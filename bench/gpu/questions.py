@@ -1,36 +1,43 @@
 """Predictions about a GPU that only a GPU can confirm. Needs only torch and triton.
 
-- slices: K and V by a product of their own (N = 2W) against K and V out of that of the whole QKV
-  (N = 3W): whether they have the same bits, and how long both take. A difference is no fault: a
-  server then finds it at its start.
+- start: how long a digest of weights takes, and a page of K and V through a codec's reference
 - host: how long the scheduler's thread takes to launch a backup and a load of own pages of K and V,
-  by the product's methods, and how long the GPU takes for them
+  by the product's methods, and how long the GPU takes for them. The first call of a codec compiles
+  its kernels, because Triton's cache is empty. Beside backups a decode step's matrix products keep
+  a share of their speed (``products``); ``saves`` is that of backups.
 - register: how long it takes to register host memory, small sizes first. At most half of the memory
   that is free is taken, and no size that would take longer than ``--register-s``.
 """
 
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.nn import functional
 
+from bench.gpu.overlap import alone, beside
 from bench.gpu.program import Device, GpuProgram, GpuRun, Row, registered
-from bench.gpu.shapes import LLAMA_7B, LLAMA_8B, PAGE, Shape
-from bench.harness.program import Setting
+from bench.gpu.shapes import LLAMA_8B, PAGE, Shape
+from bench.harness.program import Setting, scratch
 from bench.harness.report import Results, Table
+from hcache_backend.fingerprint import digest_tensors
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
+from hcache_backend.streams import new_stream
 
-ROWS = (1, 16, 48, 96, 816)  # tokens of a product: decode steps, and the prefill of a start's probe
-HOST_PAGES = (1, 16, 64)  # pages of a backup or a load, 64 tokens each
-CODECS = ("exp4", "none")
+HOST_PAGES = (1, 16, 128)  # pages of a backup or a load, 64 tokens each
+CODECS = ("exp3", "exp4", "none")
 REPEATS = 10
+REQUESTS, LAYERS = 64, 4  # of a decode step; more weights than an L2 cache holds
+BESIDE_S = 0.2  # backups and products together
+PIECE = 1 << 21  # values of weights
 REGISTERED_GB = (1, 8, 50)
 CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -40,41 +47,35 @@ CGROUPS = (
 
 
 def measure(run: GpuRun) -> None:
-    device, shapes = run.device, (LLAMA_7B, LLAMA_8B)
-    for row in slices(device, shapes):
-        run.add(row, f"slices, {row['model']}, {row['rows']} rows", "slices")
-    for row in host(device, shapes[1]):
-        run.add(row, f"host, {row['codec']}, {row['pages']} pages", "host")
+    device = run.device
+    for row in start(device, LLAMA_8B):
+        run.add(row, f"start, {row['step']}", "start")
+    with scratch() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        for row in host(device, LLAMA_8B):
+            run.add(row, f"host, {row['codec']}, {row['pages']} pages", "host")
     most = 1e-3 if device.dry_run else run.given.register_gb
     for row in register(device, most, run.given.register_s, free_bytes()):
         run.add(row, f"register, {row['gb']} GB", "register")
     device.release()
 
 
-def slices(device: Device, shapes: Iterable[Shape]) -> Iterator[Row]:
-    """K and V of one layer by both products, as SGLang has their weights: Q, then K, then V."""
-    for full in shapes:
-        shape = full.tiny() if device.dry_run else full
-        own, kinds = 2 * shape.width, {"device": device.kind, "dtype": device.dtype}
-        outer = shape.heads * shape.head_dim + own
-        weight = torch.randn(outer, shape.hidden, **kinds) * shape.hidden**-0.5
-        for n in ROWS:
-            hidden = torch.randn(n, shape.hidden, **kinds)
-            sliced = partial(functional.linear, hidden, weight[-own:])
-            whole = partial(functional.linear, hidden, weight)
-            kv, again, qkv = sliced(), sliced(), whole()[:, -own:]
-            yield {
-                "model": full.name,
-                "rows": n,
-                "slice_n": own,
-                "qkv_n": outer,
-                "equal_bits": torch.equal(kv, qkv),
-                "equal_share": float((kv == qkv).double().mean()),
-                "slice_repeats": torch.equal(kv, again),
-                "slice_us": device.microseconds(sliced),
-                "qkv_us": device.microseconds(whole),
-                "right": torch.allclose(kv, qkv, rtol=0.02, atol=0.02),
-            }
+def start(device: Device, full: Shape) -> Iterator[Row]:
+    """Parts of a server's start: microseconds of 2,097,152 values, and of a layer's page."""
+    shape = full.tiny() if device.dry_run else full
+    pieces, kinds = 1 if device.dry_run else 128, {"dtype": torch.bfloat16}
+    weight = torch.randn(pieces * PIECE // shape.hidden, shape.hidden, **kinds, device=device.kind)
+    digest = partial(digest_tensors, [("weight", weight)])
+    took = host_times(device, digest)["done_us"] / pieces
+    yield {"step": "digest of 2M values", "us": took, "right": digest() == digest()}
+    size = (PAGE, shape.kv_heads, shape.head_dim)
+    pool = SimpleNamespace(k_buffer=[torch.randn(size, **kinds)])
+    pool.v_buffer = pool.k_buffer
+    for codec in CODECS[:2]:
+        kv = KVSegments(pool, range(1), PAGE, WHOLE, 1, codec)
+        through = partial(kv.through_codec, kv.layout([kv.stored_layer(0)], WHOLE), [kv.planes(0)])
+        fits = bool(through()[1].all())
+        yield {"step": f"reference of {codec}", **host_times(device, through), "right": fits}
 
 
 def host(device: Device, full: Shape) -> Iterator[Row]:
@@ -85,15 +86,38 @@ def host(device: Device, full: Shape) -> Iterator[Row]:
     kinds = {"device": device.kind, "dtype": torch.bfloat16}
     k, v = ([torch.randn(size, **kinds) for _ in range(shape.layers)] for _ in "kv")
     pool = SimpleNamespace(k_buffer=k, v_buffer=v)
-    layers = range(shape.layers)
+    layers, copying = range(shape.layers), new_stream(device.kind, "copy")
+    products = new_stream(device.kind, "compute"), decode_products(device, shape)
+    at, share = torch.device(device.kind), 0.01 if device.dry_run else BESIDE_S
+    one = alone(at, products, share)
     for codec in CODECS:
         kv = KVSegments(pool, layers, PAGE, WHOLE, 1, codec)
         layout = kv.layout([kv.stored_layer(layer) for layer in layers], WHOLE)
         memory = device.pinned(max(counts), layout.page_bytes)
         for count in counts:
             row = {"model": full.name, "layers": shape.layers, "codec": codec, "pages": count}
-            yield row | save_and_load(device, kv, layout, memory, count)
+            row |= save_and_load(device, kv, layout, memory, count)
+            pages, slots = (torch.arange(n, device=device.kind) for n in (count, count * PAGE))
+            save = copying, partial(kv.save, layout, memory, pages, slots)
+            saves, kept = beside(at, (save, products), (alone(at, save, share), one), share)
+            yield row | {"saves": saves, "products": kept, "products_us": 1e6 * one}
         device.release()
+
+
+def decode_products(device: Device, shape: Shape) -> Callable[[], None]:
+    """The matrix products of some layers in a decode step."""
+    kinds: dict[str, Any] = {"device": device.kind, "dtype": torch.bfloat16}
+    heads, wide = shape.heads * shape.head_dim, (1 + shape.gated) * shape.mlp
+    sizes = [(heads + 2 * shape.width, shape.hidden), (shape.hidden, heads)]
+    sizes += [(wide, shape.hidden), (shape.hidden, shape.mlp)]
+    weights = [torch.randn(size, **kinds) for size in LAYERS * sizes]
+    rows = {inner: torch.randn(REQUESTS, inner, **kinds) for _, inner in sizes}
+
+    def products() -> None:
+        for weight in weights:
+            functional.linear(rows[weight.shape[1]], weight)
+
+    return products
 
 
 def save_and_load(
@@ -195,7 +219,7 @@ PROGRAM = GpuProgram(
         Setting("--register-gb", float, 50.0, "largest size"),
         Setting("--register-s", float, 25.0, "for one size"),
     ),
-    tables=tuple(Table(kind, partial(columns, kind)) for kind in ("slices", "host", "register")),
+    tables=tuple(Table(kind, partial(columns, kind)) for kind in ("start", "host", "register")),
 )
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 PAGE = 64  # tokens of a page
-HEADER_BYTES = 4096  # before a page's first segment
 
 
 @dataclass(frozen=True)

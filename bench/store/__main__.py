@@ -82,7 +82,7 @@ def layouts(models: Iterable[str], folder: Path) -> dict[PageLayout, list[str]]:
     for name in models:
         path = folder / f"{name}.json"
         path.write_text(json.dumps(configs[name]["config"]))
-        shape, sides, dtype, _ = read_model(path)
+        shape, sides, dtype, *_ = read_model(path)
         layers = shape.layers - (0 if sides is None else sides.layers)
         layout = page_layout(shape, dtype, Partition(0, 0, layers), tp=RANKS[name])
         found.setdefault(layout, []).append(name)

@@ -20,6 +20,7 @@ from hcache_backend.plan.model_shape import PAGE_TOKENS, ModelShape, PlannedCode
 from hcache_backend.plan.plan import LENGTHS, PartitionPlan, RestorePath
 from hcache_backend.plan.profile import PRESETS, Profile, Rate, load_profile, preset_profile
 from hcache_backend.plan.restore import Partition, describe
+from hcache_backend.plan.start import StartStep, start_steps
 
 _NAMES = ", ".join(PRESETS)
 _OPERATIONS = {
@@ -43,10 +44,11 @@ def plan(
     as_json: common.AsJson = False,
 ) -> None:
     """Plan which layers to store as hidden states, as KV, or not at all; predict restore times."""
-    shape, sides, dtype, weights = common.served_model(model, tp)
+    shape, sides, dtype, *_, weights = served = common.served_model(model, tp)
     profile, card, extra = _profile(hardware, ssds), PRESETS.get(hardware.lower()), []
-    if card is not None and weights > tp * card.memory:
-        cards = f"{tp} card(s) of {card.memory / 1e9:.0f} GB"
+    memory = card and card.memory
+    if memory is not None and weights > tp * memory:
+        cards = f"{tp} card(s) of {memory / 1e9:.0f} GB"
         extra.append(f"weights about {weights / 1e9:,.0f} GB on {cards}: they do not fit")
     if profile.model is None and dtype == "float32":  # assumed numbers are those of a GPU
         shape, dtype = shape.model_copy(update={"element_bytes": 2}), "float16"
@@ -57,7 +59,9 @@ def plan(
     result = PartitionPlan(profile, shape, tokens, tp, restore, sides)
     report = result.report()
     report["notes"][:0] = extra
-    common.output(report, as_json, lambda _: _show(result, report["notes"], model))
+    start = start_steps(result, served, memory)
+    report["start"] = [step._asdict() for step in start]
+    common.output(report, as_json, lambda _: _show(result, start, report["notes"], model))
 
 
 def _profile(hardware: str, ssds: int | None) -> Profile:
@@ -96,7 +100,7 @@ def _ways(result: PartitionPlan) -> list[tuple[str, PartitionPlan, str]]:
     return [way for way in ways if way[-1] in result.choices]
 
 
-def _show(result: PartitionPlan, notes: list[str], path: Path) -> None:
+def _show(result: PartitionPlan, start: list[StartStep], notes: list[str], path: Path) -> None:
     model, plain = result.model, result.plain.model
     methods = table("", "", "bytes/token#", "of plain#", "time, ms#", "times ours#", "limited by")
     for title, way, name in _ways(result):
@@ -109,6 +113,9 @@ def _show(result: PartitionPlan, notes: list[str], path: Path) -> None:
         at = result.at_length(count)
         served = "computed instead" if at["refused"] else "restored"
         lengths.add_row(f"{count:,}", f"{at['recompute_layers']}", f"{at['ms']:,.1f}", served)
+    steps = table("", "a start, computed", "s#", "at")
+    for step in start:
+        steps.add_row(step.name, f"{step.seconds:,.1f}", step.often)
     say(
         f"{path}: {model.family}, {model.layers} layers, hidden size {model.hidden}, "
         f"{model.attention} ({model.heads} heads, {model.kv_heads} of KV)\n"
@@ -119,6 +126,8 @@ def _show(result: PartitionPlan, notes: list[str], path: Path) -> None:
         f"({plain.hidden_bytes:,} plain), "
         f"{model.cached} {model.kv_bytes:,} ({plain.kv_bytes:,} plain)\n",
         lengths,
+        "",
+        steps,
         *(f"- {note}" for note in notes),
     )
 
@@ -148,12 +157,12 @@ def _measure(shape: ModelShape, config: HCacheConfig, seconds: float, *, hidden:
     # torch takes seconds to import, and the other commands do without it
     import torch
 
-    from hcache_backend.plan.measure import OPERATIONS, Bench, measure, read_rate
+    from hcache_backend.plan.measure import Bench, measure, read_rate
     from hcache_backend.streams import local_device
 
     dtype = torch.float32 if shape.element_bytes == 4 else torch.bfloat16
     with common.progress_bar(hidden=hidden) as progress:
-        task = progress.add_task("L3 folders", total=1 + len(OPERATIONS))
+        task = progress.add_task("L3 folders", total=1 + len(_OPERATIONS))
         l3, direct = read_rate(config, shape, seconds)
         if not direct:
             say("L3 was read through the page cache: the disk may be slower", console=common.errors)
@@ -281,7 +290,7 @@ def size(
     as_json: common.AsJson = False,
 ) -> None:
     """Compute the host memory and the disk that conversations take."""
-    shape, sides, dtype, _ = common.served_model(model, tp)
+    shape, sides, dtype, *_ = common.served_model(model, tp)
     smaller = encoded(shape, codec, dtype, tp=tp, page_size=page_size).hidden_is_smaller
     layers = shape.layers - (0 if sides is None else sides.layers)
     hidden = not (shape.latent or sides) and (mode == "hidden" or (mode == "auto" and smaller))

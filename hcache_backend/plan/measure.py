@@ -26,7 +26,7 @@ from torch.nn import functional
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import round_up
 from hcache_backend.plan.model_shape import ModelShape
-from hcache_backend.plan.profile import Profile, Rate, processor_name
+from hcache_backend.plan.profile import OPERATIONS, Profile, Rate, processor_name
 from hcache_backend.store import FileOps, best_file_ops
 from hcache_backend.store.file_ops import FOLDER, PageIO, move_all, probe_alignment
 from hcache_backend.store.folder import existing_part
@@ -36,7 +36,6 @@ from hcache_kernels.pages import gather_pages, gather_planes
 logger = logging.getLogger("hcache")
 
 PAGE = 64  # tokens
-OPERATIONS = ("hidden_copy", "kv_load", "projection", "dense", "attention")
 _SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _LEAST_POINTS = 2
 _LEAST_RUNS, _MOST_RUNS = 3, 50

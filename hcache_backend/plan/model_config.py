@@ -72,11 +72,13 @@ _DELTA_NET = (  # without "linear_"
 
 class Model(NamedTuple):
     """A model; ``sides`` is what its layers beside the full-attention ones keep, ``dtype`` is
-    ``bfloat16``, ``float16`` or ``float32``, and ``weight_bytes`` is about right for a GPU."""
+    ``bfloat16``, ``float16`` or ``float32``. ``weights`` are values, which take ``weight_bytes``
+    on a GPU; both are about right."""
 
     shape: ModelShape
     sides: Sides | None
     dtype: str
+    weights: int
     weight_bytes: int
 
 
@@ -85,7 +87,7 @@ def read_model(path: Path) -> Model:
     fields = _Fields(*(given := _read(path)))
     sides = _sides(fields)
     shape = shape_from_config(*given, states=sides is not None)
-    return Model(shape, sides, _dtype(fields), _weight_bytes(fields, shape))
+    return Model(shape, sides, _dtype(fields), *_weights(fields, shape))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
@@ -272,16 +274,17 @@ def _dtype(fields: _Fields) -> str:
     return found
 
 
-def _weight_bytes(fields: _Fields, shape: ModelShape) -> int:
-    """SGLang has weights in 16 bits on a GPU, and those of layers in fewer if they are quantised.
-    All methods name their bits, or their format."""
+def _weights(fields: _Fields, shape: ModelShape) -> tuple[int, int]:
+    """Values and bytes. SGLang has weights in 16 bits on a GPU, and those of layers in fewer if
+    they are quantised. All methods name their bits, or their format."""
     how = json.dumps(fields.value("quantization_config")).lower()
     named = (n for n in (4, 8) if re.search(rf'bits": {n}\b|fp{n}|in_{n}bit": true', how))
     every = shape.model_copy(update={"mlp_width": _mlp_width(fields, shape.hidden, every=True)})
     layers = shape.layers // fields.integer("loops over the layers", _LOOPS, 1)
     words = fields.integer("number of words", ("vocab_size",), 0)
-    embeddings = 2 * words * shape.hidden * (1 + (fields.value("tie_word_embeddings") is False))
-    return layers * every.dense_flops // 2 * next(named, 16) // 8 + embeddings
+    embeddings = words * shape.hidden * (1 + (fields.value("tie_word_embeddings") is False))
+    values = layers * every.dense_flops // 2
+    return values + embeddings, values * next(named, 16) // 8 + 2 * embeddings
 
 
 def _mlp_width(fields: _Fields, hidden: int, *, every: bool = False) -> int:

@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hcache_backend.config import ConfigError
 from hcache_backend.plan.model_shape import ModelShape
 
+OPERATIONS = ("hidden_copy", "kv_load", "projection", "dense", "attention")
+START_SECONDS = 0.2  # that a server's start takes for each operation, and to write and read L3
+
 
 def processor_name() -> str:
     info = Path("/proc/cpuinfo")

@@ -17,7 +17,7 @@ from hcache_backend.metrics import logger
 from hcache_backend.plan.measure import Bench, device_name, measure, read_rate
 from hcache_backend.plan.model_config import shape_from_config
 from hcache_backend.plan.model_shape import CLEARLY_LESS, ModelShape
-from hcache_backend.plan.profile import Profile, Rate, load_profile
+from hcache_backend.plan.profile import START_SECONDS, Profile, Rate, load_profile
 from hcache_backend.plan.record import PartitionRecord, find_record, record_name, save_record
 from hcache_backend.plan.restore import CHUNK_TOKENS, L3Path, Partition, Restore, describe
 from hcache_backend.restore.exchange import shard_of_rank
@@ -28,7 +28,6 @@ from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start import page_plan
 from hcache_backend.start.capabilities import EAGER, JUDGING, Server, refusal
 
-_QUICK_SECONDS = 0.2
 # tokens in host memory for each on the device, which is not evicted: prefetches have the others
 _LEAST_HOST_SHARE = 1.5
 _Decision = tuple[Partition, str]  # and the reason
@@ -204,10 +203,10 @@ def _measure(
     logger.debug("hcache: partition: measuring a quick profile of this machine")
     l3: Rate | None = None
     try:
-        l3, _ = read_rate(config, shape, _QUICK_SECONDS)
+        l3, _ = read_rate(config, shape, START_SECONDS)
     except OSError as error:
         logger.warning("hcache: partition: L3 was not measured: %s", error)
-    bench = Bench(shape, device, dtype, _QUICK_SECONDS)
+    bench = Bench(shape, device, dtype, START_SECONDS)
     return measure(bench, l3, config.dirs, source="measured at a server's start")
 
 

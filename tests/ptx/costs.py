@@ -20,7 +20,7 @@ import torch
 
 from bench.gpu.kernels import SHAPES
 from bench.gpu.kernels_projection import random_projection
-from bench.gpu.shapes import HEADER_BYTES, PAGE, Shape
+from bench.gpu.shapes import PAGE, Shape
 from hcache_backend.format.units import units_per_group
 from hcache_backend.plan.profile import BUS_SHARE, COMPUTE_SHARE, PRESETS
 from hcache_kernels.codecs import Cut, make_codec, make_segment_codec
@@ -34,6 +34,7 @@ from tests.ptx import launches
 from tests.ptx.memory import Span
 from tests.ptx.watchers import SECTOR, Costs
 
+HEADER_BYTES = 4096  # before a page's first segment
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "research" / "launches.md"
 GPU = PRESETS["h100"]
 MEMORY, ISSUED = 3.35e12, 132 * 4 * 1.98e9

@@ -175,7 +175,7 @@ def test_kernels_are_measured_both_ways_and_checked(dry_run: DryRun, tmp_path: P
     assert [row["model"] for row in rows] == BY_THEMSELVES["kernels"]
     assert {way["way"] for row in rows for way in row["ways"]} == {"fused", "library"}
     assert {row["kind"] for row in content["transfers"]} == {"codec", "segments"}
-    ways = ("encode", "decode", "copy", "saved", "loaded", "uncoded_save", "uncoded_load")
+    ways = ("encode", "decode", "copy")
     segments = [row for row in content["transfers"] if row["kind"] == "segments"]
     assert {row["codec"] for row in segments} == {"exp3", "exp4", "int8", "fp8"}
     assert all(row[f"{way}_us"] > 0 for row in segments for way in ways)
@@ -185,9 +185,10 @@ def test_kernels_are_measured_both_ways_and_checked(dry_run: DryRun, tmp_path: P
 @needs_none
 def test_questions_have_answers(dry_run: DryRun) -> None:
     content = dry_run.content("questions")
-    found = {(row["model"], row["rows"]) for row in content["slices"]}
-    assert found == {(name, n) for name in ("Llama-2-7B", "Llama-3-8B") for n in questions.ROWS}
+    steps = ["digest of 2M values", "reference of exp3", "reference of exp4"]
+    assert [row["step"] for row in content["start"]] == steps
     assert {row["codec"] for row in content["host"]} == set(questions.CODECS)
+    assert all(0 < row[part] <= 1 for row in content["host"] for part in ("saves", "products"))
     assert content["register"][-1]["gb"] == 0.001
 
 

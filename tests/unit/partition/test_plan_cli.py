@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner, Result
 
 from hcache_backend.cli.main import app
 from hcache_backend.config import parse_config
+from hcache_backend.fingerprint import digest_tensors
 from hcache_backend.plan import measure
 from hcache_backend.plan.model_config import read_model
 from hcache_backend.plan.model_shape import CLEARLY_LESS, Sides
@@ -26,6 +29,7 @@ from hcache_backend.plan.record import (
     records,
     save_record,
 )
+from hcache_backend.plan.start import DIGEST_LAUNCHES, DIGEST_WAITS, DIGESTED_VALUES
 from hcache_backend.store import PageStore
 from tests.unit.partition.pipelines import CONFIGS, public_model
 
@@ -251,6 +255,49 @@ def test_layers_with_sides_do_not_attend_to_all_tokens() -> None:
 def test_the_layers_of_a_plan_are_told() -> None:
     model = ("plan", "-m", CONFIGS / "llama-2-13b.json", "-w", "h100", "--tokens", 16384)
     assert "1 layer recomputed, 39 layers from hidden states" in hcache(*model).stdout
+
+
+# Model, card, ranks -> seconds of each step of a start.
+STARTS = {
+    ("llama-3-8b", "h100", 1): [0.6, 0.4, 1.4, 6.2, 65.8],
+    ("deepseek-v3", "h200", 8): [6.5, 0.6, 1.4, 2.6, 50.4],
+    ("llama-2-7b", "a100-40g", 2): [0.3, 0.2, 1.4, 8.7, 34.7],
+}
+
+
+@pytest.mark.parametrize(("name", "card", "tp"), STARTS)
+def test_the_steps_of_a_start_are_told(name: str, card: str, tp: int) -> None:
+    steps = plan(name, card, "--tp", tp)["start"]
+    assert [round(step["seconds"], 1) for step in steps] == STARTS[name, card, tp]
+    shown = hcache("plan", "-m", CONFIGS / f"{name}.json", "-w", card, "--tp", tp).stdout
+    for step in steps:
+        row = rf"^{step['name']} +{step['seconds']:,.1f}  {step['often']} *$"
+        assert re.search(row, shown, re.M)
+
+
+def test_host_memory_of_an_unknown_card_is_100_gb(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    preset_profile("h100").save(path)
+    *_, pinned = plan("llama-3-8b", path)["start"]
+    assert pinned["name"] == "100 GB pinned" and pinned["seconds"] == pytest.approx(100 / 1.7)
+
+
+def test_launches_of_a_digest_are_those_that_the_plan_counts() -> None:
+    ran: Counter[str] = Counter()
+    views = ("detach", "view", "split", "_local_scalar_dense")
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            ran[func.name().removeprefix("aten::").partition(".")[0]] += 1
+            return func(*args, **(kwargs or {}))
+
+    rows = torch.zeros((2 * DIGESTED_VALUES // 4096, 4096), dtype=torch.bfloat16)
+    with Counted():
+        digest_tensors([("weight", rows)])
+    assert ran["_local_scalar_dense"] == 2 * DIGEST_WAITS
+    assert sum(n for name, n in ran.items() if name not in views) == 2 * DIGEST_LAUNCHES
 
 
 # Model, ranks -> where L3 is in a restore by a server with default options. Where it is read during

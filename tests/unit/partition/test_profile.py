@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.plan.measure import (
-    OPERATIONS,
     Bench,
     Point,
     Prepare,
@@ -26,6 +25,7 @@ from hcache_backend.plan.measure import (
 )
 from hcache_backend.plan.model_shape import Latent, ModelShape
 from hcache_backend.plan.profile import (
+    OPERATIONS,
     PRESETS,
     Profile,
     Rate,

@@ -1,0 +1,55 @@
+"""What a server's start adds to SGLang's, in seconds, computed and not measured: counted passes and
+launches, times the times below."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hcache_backend.plan.model_config import Model
+from hcache_backend.plan.plan import PartitionPlan
+from hcache_backend.plan.profile import OPERATIONS, START_SECONDS
+
+DIGESTED_VALUES = 1 << 21  # of the weights, in one piece of fingerprint.digest_tensors
+DIGEST_LAUNCHES, DIGEST_WAITS = 22, 2  # of a piece
+PINNED_PER_SECOND = 1.7e9  # bytes: 100 GB in a minute
+# Seconds, assumed: a launch, a wait for the device, a layer of an eager pass of a few tokens.
+_LAUNCH, _WAIT, _PASS = 6e-6, 15e-6, 0.5e-3
+# Passes of the model: for recomputation the probe, 5 of its own and 3 of ours; 6 more for capture.
+_KV_PASSES, _HIDDEN_PASSES = 9, 6
+# Measured on a processor: a layer's page through the codec's reference; cold compilations.
+_REFERENCE = 9e-3
+_COMPILED = {"plain": 0.7, "exp4": 2.6, "exp3": 6.2, "hidden": 8.0}
+# SGLang gives host memory at most twice the bytes of the KV pool, which is beside the weights in
+# about nine tenths of a card.
+_HOST_SHARE, _CARD_SHARE = 2, 0.9
+
+
+class StartStep(NamedTuple):
+    """One part of a start. ``often`` is ``every start``, or what is the first one."""
+
+    name: str
+    seconds: float
+    often: str
+
+
+def start_steps(plan: PartitionPlan, served: Model, memory: float | None) -> list[StartStep]:
+    """Steps of a rank, in their order. ``memory``: bytes of a card; None: it is unknown, and 100 GB
+    of host memory are pinned."""
+    model, stored, each, once = plan.model, plan.stored, "every start", "first on a store"
+    piece = DIGEST_LAUNCHES * _LAUNCH + DIGEST_WAITS * _WAIT
+    exchanged = model.latent is not None and plan.tp > 1  # such ranks recompute nothing
+    passes = 1 if exchanged else _KV_PASSES + _HIDDEN_PASSES * bool(stored.hidden)
+    encoded = model != model.as_it_is
+    compiled = _COMPILED["plain" if not encoded else "exp4" if model.latent else "exp3"]
+    compiled += _COMPILED["hidden"] * bool(stored.hidden)
+    pool = _CARD_SHARE * (memory or 0) - served.weight_bytes / plan.tp
+    host = _HOST_SHARE * pool if pool > 0 else 100e9
+    pieces = served.weights / plan.tp / DIGESTED_VALUES
+    checks = stored.layers * (passes * _PASS + _REFERENCE * encoded)
+    return [
+        StartStep("digest of the weights", pieces * piece, each),
+        StartStep("self-checks", checks, each),
+        StartStep("measured profile", (len(OPERATIONS) + 2) * START_SECONDS, once),
+        StartStep("compiled kernels", compiled, "first of a machine"),
+        StartStep(f"{host / 1e9:,.0f} GB pinned", host / PINNED_PER_SECOND, each),
+    ]
