@@ -35,7 +35,7 @@ class Offer(NamedTuple):
     """Pages that a slice may recompute. ``proposal``: how many of them, 0 if no slice may start."""
 
     due: Recomputation
-    meeting: Meeting | None  # its reader waits; None: the pages were read
+    meeting: Meeting | None  # its reader leaves them alone; None: the pages were read
     proposal: Proposal
 
 
@@ -165,7 +165,7 @@ class EagerLoads:
                 # Slower pages are read sooner, some or all.
                 until = alone, together, self.seconds_to_recompute(size, prefix)
             allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share, *until)
-            room = allowed if meeting is None else min(allowed, meeting.offer())
+            room = allowed if meeting is None else meeting.offer(allowed)
             proposal = turn.propose(0 if due.reservation.failed else room)
             self._offers.append(Offer(due, meeting, proposal))
         if self._offers and not pace.share:

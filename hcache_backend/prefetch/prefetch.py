@@ -72,8 +72,9 @@ class Meeting:
         # First page that recomputation cannot reach, as of the last turn. None, before the first
         # turn, counts as all reachable: otherwise the reader would claim the front's pages.
         self.reachable: int | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._taken = 0  # by the front
+        self._offered = 0  # to the front behind them, while the ranks agree
         self._unread: int | None = None  # the reader takes pages before this one
 
     def set_pages(self, pages: int) -> None:
@@ -85,11 +86,14 @@ class Meeting:
     # ---- the thread that reads ----
 
     def next_batch(self, most: int) -> range:
-        """The next pages to read, at most ``most`` (at least 1); empty if the ends have met."""
+        """The next pages to read, at most ``most`` (at least 1); empty if the ends have met. Waits
+        for the ranks only if all others are offered to the front."""
         with self._lock:
+            self._lock.wait_for(lambda: not self._offered or self._offered < self.unread)
             assert self._unread is not None
-            stop, self._unread = self._unread, max(self._taken, self._unread - most)
-            return range(self._unread, stop)
+            first = max(self._taken + self._offered, self._unread - most)
+            stop, self._unread = self._unread, first
+            return range(first, stop)
 
     @property
     def spared(self) -> int:
@@ -112,18 +116,20 @@ class Meeting:
             return 1.0
         return min(1.0, max(0, reachable - self._taken) / unread)
 
-    def offer(self) -> int:
-        """Number of pages that the front may take next: those that are not read. Holds the lock
-        until :meth:`take_offered`: the reader takes none while the ranks agree on them."""
-        self._lock.acquire()
-        # Pages taken but not launched have failed: there is no way past them.
-        return self.unread if self._taken == self.front else 0
+    def offer(self, most: int) -> int:
+        """Number of pages that the front may take next: unread ones, at most ``most``. The reader
+        leaves them alone until :meth:`take_offered`, and reads others while the ranks agree."""
+        with self._lock:
+            # Pages taken but not launched have failed: there is no way past them.
+            self._offered = min(most, self.unread) if self._taken == self.front else 0
+            return self._offered
 
     def take_offered(self, pages: int) -> range:
-        """The front takes ``pages`` of the pages that were offered."""
-        first, self._taken = self._taken, self._taken + pages
-        self._lock.release()
-        return range(first, self._taken)
+        """The front takes ``pages`` of the pages that were offered; the others may be read."""
+        with self._lock:
+            first, self._taken, self._offered = self._taken, self._taken + pages, 0
+            self._lock.notify_all()
+            return range(first, self._taken)
 
     def launched(self, pages: range) -> None:
         """The recomputation of the front's next ``pages`` was launched."""

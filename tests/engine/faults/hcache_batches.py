@@ -71,10 +71,10 @@ def keep_in_step(active: Callable[[], bool]) -> None:
         meets(self, pages)
         self.all_pages = pages
 
-    def offer(self: Any) -> int:
+    def offer(self: Any, most: int) -> int:
         """The reader has its first batch before anything is recomputed."""
-        room, early = offered(self), active() and self._unread == self.all_pages
-        return int(min(room, 0 if early else max(0, _number(1) - self._taken)))
+        early = active() and self._unread == self.all_pages
+        return offered(self, int(min(most, 0 if early else max(0, _number(1) - self._taken))))
 
     meets, offered = Meeting.set_pages, Meeting.offer
     Meeting.set_pages = begin_meeting  # type: ignore[method-assign]

@@ -209,7 +209,7 @@ def test_no_front_is_recomputed_where_another_one_was_taken(fronts: Fronts) -> N
     assert due.pages == range(2, 4)
     meeting = operation.meeting
     offer = Offer(due._replace(pages=range(3, 5)), meeting, Turn().propose())
-    assert meeting.offer() == 6 and fronts.eager._taken(offer, 2) == 0
+    assert meeting.offer(8) == 6 and fronts.eager._taken(offer, 2) == 0
     assert meeting.next_batch(8) == range(4, 8)
 
 

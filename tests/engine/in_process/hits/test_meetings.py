@@ -37,6 +37,12 @@ class Rank:
         self._may_go_on, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._reader = threading.Thread(target=self._run, daemon=True)
 
+    @property
+    def waits(self) -> bool:
+        """True if the reader would wait for the ranks: all unread pages are offered."""
+        meeting = self.meeting
+        return not self.done and 0 < meeting.unread <= meeting._offered
+
     def go_on(self) -> None:
         """The reader goes on to where it stops next."""
         if self.done:
@@ -94,22 +100,30 @@ class Meetings(RuleBasedStateMachine):
         self.launched: set[int] = set()
         self.drained = 0
         self.counted = 0
+        self.offered: list[int] = []
 
     @rule(data=st.data())
     def a_reader_goes_on(self, data: st.DataObject) -> None:
         rank = data.draw(st.sampled_from(self.ranks))
-        rank.go_on()
+        if not rank.waits:
+            rank.go_on()
 
-    @precondition(lambda self: not self.failed)
-    @rule(most=st.integers(0, 5), fails=st.booleans())
-    def recompute(self, most: int, fails: bool) -> None:
-        # Each tells its room before anybody has an answer.
-        agreed = min(most, *(rank.meeting.offer() for rank in self.ranks))
+    @precondition(lambda self: not self.failed and not self.offered)
+    @rule(data=st.data())
+    def offer_pages(self, data: st.DataObject) -> None:
+        """Each tells its room before anybody has an answer, and readers go on meanwhile."""
+        most = [data.draw(st.integers(0, 5)) for _ in self.ranks]
+        self.offered = [r.meeting.offer(pages) for r, pages in zip(self.ranks, most, strict=True)]
+
+    @precondition(lambda self: self.offered)
+    @rule(fails=st.booleans())
+    def recompute(self, fails: bool) -> None:
+        agreed, self.offered = min(self.offered), []
         taken = [rank.meeting.take_offered(agreed) for rank in self.ranks]
         assert len(set(taken)) == 1
         if fails and taken[0] and len(self.ranks) == 1:  # with more the server stops
             self.failed = True
-            assert not self.ranks[0].meeting.take_offered(self.ranks[0].meeting.offer())
+            assert not self.ranks[0].meeting.take_offered(self.ranks[0].meeting.offer(5))
             return
         for rank in self.ranks:
             if taken[0]:
@@ -154,6 +168,8 @@ class Meetings(RuleBasedStateMachine):
         """However it went: in the end the pages before the first one that is lost count."""
         if not hasattr(self, "ranks"):
             return
+        if self.offered:
+            self.recompute(False)
         for rank in self.ranks:
             while not rank.done:
                 rank.go_on()
@@ -163,6 +179,21 @@ class Meetings(RuleBasedStateMachine):
         lost = {page for rank in self.ranks for page in rank.lost & rank.written}
         if not self.failed and not self.ended:
             assert self.counted == min([self.pages, *lost])
+
+
+def test_a_reader_goes_on_while_a_rank_stalls_before_it_agrees() -> None:
+    """It leaves what is offered to the front, and waits only for these last pages."""
+    meeting, last = Meeting(), list[range]()
+    meeting.set_pages(10)
+    assert meeting.offer(3) == 3
+    assert [meeting.next_batch(4), meeting.next_batch(4)] == [range(6, 10), range(3, 6)]
+    waits = threading.Thread(target=lambda: last.append(meeting.next_batch(4)), daemon=True)
+    waits.start()
+    waits.join(0.05)
+    assert not last
+    assert meeting.take_offered(2) == range(2)
+    waits.join()
+    assert last == [range(2, 3)] and not meeting.next_batch(1)
 
 
 Meetings.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

@@ -121,7 +121,7 @@ class BackRank:
         self.batches += 1
         self.read_pages += pages
         if self.batches == READS:
-            taken = self.meeting.take_offered(min(self.meeting.offer(), self.front))
+            taken = self.meeting.take_offered(self.meeting.offer(self.front))
             self.meeting.launched(taken)
         return len(pages)
 
