@@ -11,12 +11,13 @@ from statistics import geometric_mean, median
 from typing import Any
 
 from bench.bursts import of as of_way
-from bench.harness.plans import predicted_ms
 from bench.hits import __main__ as hits
 from bench.real import ours_of
 from bench.store.__main__ import ratios, rows_of, span
 from bench.store.pages import CEILING, STORE
 from hcache_backend.plan.model_shape import ModelShape, encoded
+from hcache_backend.plan.plan import PartitionPlan
+from hcache_backend.plan.profile import preset_profile
 
 MARK = re.compile(r"(<!-- = ([\w-]+) -->)(.*?)(<!-- / -->)", re.DOTALL)
 HITS = ("hits", "hits_latents", "hits_sides", "hits_flags")
@@ -91,7 +92,9 @@ def planned() -> dict[str, float]:
         heads=64, kv_heads=8, head_dim=128, value_dim=128,
     )
     # fmt: on
-    return predicted_ms(encoded(shape, "auto", "bfloat16", tp=8), 60_000, gpus=8, ssds=8)
+    shape = encoded(shape, "auto", "bfloat16", tp=8)
+    plan = PartitionPlan(preset_profile("h100", 8), shape, 60_000, 8, "auto")
+    return dict(plan.report()["predicted_ms"])
 
 
 CLAIMS: dict[str, Callable[[Recorded], str]] = {

@@ -32,12 +32,10 @@ from bench.harness.client import Reply, StreamingClient
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
 from bench.harness.models import TinyLlama
 from bench.harness.options import ADMIN_KEY, ServerOptions
-from bench.harness.plans import predicted_ms
 from bench.harness.program import Advance, Program, Run, Setting, at_least, scratch, steps
 from bench.harness.report import Picture, Results, Series, Table
 from bench.harness.restorer import Restorer, forget_files, l3_bytes, page_files, restorer
 from bench.harness.server import Server
-from hcache_backend.cli.common import served_model
 from tests.cpu_engine.hcache_cpu_engine import cache_dir, stub_torchvision
 
 REPLY_TOKENS = 16
@@ -56,8 +54,6 @@ HANG_S = 10.0  # after which the disk goes on
 SECTOR = 4096  # bytes that are damaged
 SHORT = 256  # tokens of the text when only bytes and replies are compared
 WARM_UP = [1] * 8  # a prompt, because a server on a CPU does not warm up by itself
-PLANNED = Path(__file__).resolve().parents[1] / "tests/unit/partition/configs/llama-2-7b.json"
-PLANNED_TOKENS = 4096
 
 
 class Words:
@@ -301,11 +297,6 @@ def stored(stage: Stage, form: str, dtype: str, hcache: Mapping[str, Any]) -> di
     return found
 
 
-def planned() -> dict[str, float]:
-    """Milliseconds on a machine that is not here."""
-    return predicted_ms(served_model(PLANNED).shape, PLANNED_TOKENS, gpus=1, ssds=1)
-
-
 def size_gb(folder: Path) -> float:
     """Of all files below; a link counts as nothing."""
     places = (Path(top, name) for top, _, names in os.walk(folder) for name in names)
@@ -331,7 +322,7 @@ def measure(run: Run) -> Results:
     except ModelMissing as lacking:
         why = why or str(lacking)
     about: dict[str, Any] = {"model": RANDOM if why else TITLE, "why_random": why}
-    plan, set_up_gb = planned(), size_gb(Path(sys.prefix)) + size_gb(cache_dir())
+    set_up_gb = size_gb(Path(sys.prefix)) + size_gb(cache_dir())
     introduce(set_up_gb)
     with steps(9) as advance, scratch() as place:
         stage = Stage(run, Path(place), why, advance)
@@ -341,7 +332,7 @@ def measure(run: Run) -> Results:
             "hidden": stored(stage, "smollm2-mha", "float32", {"mode": "hidden"}),
         }
         about["disk_gb"] = {"set_up": set_up_gb, "used": size_gb(stage.folder)}
-    return {**about, **parts, "planned_ms": plan, "problems": problems(parts)}
+    return {**about, **parts, "problems": problems(parts)}
 
 
 def problems(results: Mapping[str, Any]) -> list[str]:
@@ -407,7 +398,7 @@ def rows(results: Mapping[str, Any]) -> Iterator[dict[str, str]]:
 
 def said(results: Mapping[str, Any]) -> list[str]:
     """What the table shows, and what it does not; and problems."""
-    planned, spoiled = results["planned_ms"], results["damaged"][FILE]["same_reply"]
+    spoiled = results["damaged"][FILE]["same_reply"]
     parts = (results["bfloat16"], results["hidden"])
     encoded, hidden = (p[OURS]["bytes_per_token"] / p[FILE]["bytes_per_token"] for p in parts)
     lines = [
@@ -421,9 +412,6 @@ def said(results: Mapping[str, Any]) -> list[str]:
         "wait_complete; hcache computes when nothing comes.",
         f"Hidden states take {hidden:.2f} of the bytes of K and V with multi-head "
         "attention. A CPU projects them slowly, so their time is no gain here.",
-        f"Computed by `hcache plan`, not measured: an H100 with one SSD has {PLANNED_TOKENS:,} "
-        f"tokens of Llama-2-7B after {planned['mix']:.0f} ms from hidden states, "
-        f"{planned['plain']:.0f} ms by SGLang's own, {planned['recompute']:.0f} ms by computing.",
         f"The demo used {results['disk_gb']['used']:.1f} GB of disk, which are free again.",
     ]
     if results["hung"][OURS] is None:  # on a GPU, no disk can be held

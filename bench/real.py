@@ -25,6 +25,7 @@ from bench.fixtures.models import real_model
 from bench.fixtures.smollm2 import FORMS, TITLE
 from bench.fixtures.text import library_tokens
 from bench.harness import mooncake
+from bench.harness.client import RequestError
 from bench.harness.machine import Machine, MachineError
 from bench.harness.methods import METHODS, MOONCAKE, NIXL, PAGE_SIZE, Method, server_options
 from bench.harness.program import (
@@ -36,11 +37,13 @@ from bench.harness.program import (
     names,
     scratch,
     several,
+    stamp,
     steps,
 )
-from bench.harness.report import Column, Columns, Picture, Results, Row, Series, Table
+from bench.harness.report import Column, Columns, Picture, Results, Row, Series, Table, write_json
 from bench.harness.restorer import Restorer, l3_bytes, resting, restorer
 from bench.harness.rounds import median_interval
+from bench.harness.server import ServerError
 from bench.harness.turns import NO_L3, QUESTION
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 
@@ -182,45 +185,67 @@ def ratios(found: Mapping[str, Sequence[tuple[Ask, Ask]]]) -> dict[str, Any]:
 
 
 def measure(run: Run) -> Results:
-    given, rows = run.given, list[dict[str, Any]]()
+    """All cases: rows are written after each, and what earlier results have of others stays.
+
+    Raises:
+        ServerError: No case could be measured.
+    """
+    given, failed = run.given, dict[str, str]()
     if not {FILE, OURS} <= {*given.methods}:
         run.parser.error(f"--methods: {FILE} and {OURS} are compared, and must be among them")
     torch.set_num_threads(1)
-    cases = [(f, d, t) for f in given.forms for d in given.dtypes for t in given.tokens]
-    if given.keep:
-        rows += kept_rows(given.keep, cases, run.machine.name)
+    lengths = [length // PAGE_SIZE * PAGE_SIZE for length in given.tokens]
+    cases = [(f, d, t) for f in given.forms for d in given.dtypes for t in lengths]
+    rows = kept_rows(given.keep, run.machine.name) if given.keep else {}
+    results: Results = {}
     with steps(len(cases) * (given.rounds + 1 + len(given.methods))) as advance:
-        for form, dtype, length in cases:
-            tokens = length // PAGE_SIZE * PAGE_SIZE
-            step_of = f"{form}, {dtype}, {tokens:,} tokens: "
-            model = real_model(form)
-            text = Text(model, tokens)
-            with scratch() as folder, ExitStack() as stack:
-                servers = dict[str, Restorer]()
-                for name in given.methods:
-                    advance(f"{step_of}{name} stores the history")
-                    one = restarted(name, run.machine, model, text, dtype, Path(folder))
-                    servers[name] = stack.enter_context(one)
-                sizes = {name: l3_bytes(one.l3) / tokens for name, one in servers.items()}
-                measured = at_length(servers, text, given.rounds, advance, step_of)
-                said = servers[OURS].said()
-            sizes[MOONCAKE] = kv_bytes(model, dtype)
-            rows.append(
-                {
-                    "form": form,
-                    "kv_heads": FORMS[form],
-                    "dtype": dtype,
-                    "tokens": tokens,
-                    "bytes_per_token": {n: s for n, s in sizes.items() if s and n in servers},
-                    "stored": said,
-                    **measured,
-                }
-            )
-    return {"model": TITLE, "rows": sorted(rows, key=_place)}
+        for case in cases:
+            called = "{}, {}, {:,} tokens".format(*case)
+            try:
+                rows[case] = measured(run, case, called, advance)
+            except (ServerError, RequestError, OSError) as error:
+                failed[called] = str(error).partition("\n")[0]
+                continue
+            results = {"model": TITLE, "rows": [rows[place] for place in sorted(rows)]}
+            write_json(given.out / "real.json", {**stamp(run.machine), **results})
+    if not results:
+        raise ServerError(*not_measured({"failed": failed}))
+    return {**results, "failed": failed} if failed else results
 
 
-def kept_rows(path: Path, cases: Sequence[Case], device: str) -> list[dict[str, Any]]:
-    """Rows of earlier results but those of ``cases``; each has the date of its measurement.
+def measured(run: Run, case: Case, called: str, advance: Advance) -> Row:
+    """The row of one case. Raises errors of servers and of the disk: there is no room, say."""
+    (form, dtype, tokens), given = case, run.given
+    model = real_model(form)
+    text = Text(model, tokens)
+    with scratch() as folder, ExitStack() as stack:
+        servers = dict[str, Restorer]()
+        for name in given.methods:
+            advance(f"{called}: {name} stores the history")
+            one = restarted(name, run.machine, model, text, dtype, Path(folder))
+            servers[name] = stack.enter_context(one)
+        sizes = {name: l3_bytes(one.l3) / tokens for name, one in servers.items()}
+        found = at_length(servers, text, given.rounds, advance, f"{called}: ")
+        said = servers[OURS].said()
+    sizes[MOONCAKE] = kv_bytes(model, dtype)
+    return {
+        "form": form,
+        "kv_heads": FORMS[form],
+        "dtype": dtype,
+        "tokens": tokens,
+        "bytes_per_token": {n: s for n, s in sizes.items() if s and n in servers},
+        "stored": said,
+        **found,
+    }
+
+
+def not_measured(results: Results) -> list[str]:
+    """The cases that failed, each with its reason."""
+    return [f"not measured: {case}: {why}" for case, why in results.get("failed", {}).items()]
+
+
+def kept_rows(path: Path, device: str) -> dict[Case, Row]:
+    """Rows of earlier results, by their cases; each has the date of its measurement.
 
     Raises:
         MachineError: They were measured on another device.
@@ -228,8 +253,7 @@ def kept_rows(path: Path, cases: Sequence[Case], device: str) -> list[dict[str, 
     earlier = json.loads(path.read_text())
     if earlier["device"] != device:
         raise MachineError(f"{path} was measured on {earlier['device']}, this is {device}")
-    anew = [(form, dtype, length // PAGE_SIZE * PAGE_SIZE) for form, dtype, length in cases]
-    return [{"date": earlier["date"], **row} for row in earlier["rows"] if _place(row) not in anew]
+    return {_place(row): {"date": earlier["date"], **row} for row in earlier["rows"]}
 
 
 def _place(row: Row) -> Case:
@@ -290,11 +314,12 @@ PROGRAM = Program(
         Setting("--dtypes", names(DTYPES), DTYPES, "that it is served in"),
         several("--tokens", at_least(PAGE_SIZE), [1500, 4000, 7500], "histories"),
         Setting("--methods", names(list(COMPARED)), DEFAULT, "contestants"),
-        Setting("--keep", Path, None, "JSON whose rows of other cases stay as they are"),
+        Setting("--keep", Path, None, "JSON whose rows stay until their cases are measured anew"),
         Setting("--rounds", at_least(1), 6, "of questions, behind the first after the restart"),
     ),
     tables=(Table("rows", columns), Table("rows", costs)),
     said=lambda results: [finding(results)],
+    wrong=not_measured,
     draw=Picture(
         title=finding,
         panels=lambda results: {f"{TITLE}, {results['device']}": results["rows"]},

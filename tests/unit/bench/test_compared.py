@@ -1,5 +1,6 @@
 """How programs compare methods: round by round, with an interval."""
 
+import json
 import random
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 
 from bench import real, replies
+from bench.harness.machine import Machine
 from bench.harness.rounds import median_interval
 from bench.harness.server import Reply, ServerError
 from bench.hits import cases, load, measure
 from bench.hits.cases import ALWAYS, MODELS, OURS
+from bench.record import RESULTS
 from hcache_backend.server_report import ServerReport, write_report
 
 
@@ -47,6 +50,42 @@ def test_cold_and_warm_answers_are_compared_round_by_round() -> None:
     assert parts["of_file_cold_interval"] == pytest.approx((0.6, 0.6))
     assert parts["of_file_warm"] == pytest.approx(1.8)
     assert real.ratios({"ours": found["ours"]}) == {}
+
+
+def test_a_case_that_fails_is_named_and_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "real.json"
+    row = json.loads((RESULTS / "real.json").read_text())["rows"][0]
+    row.pop("date", None)
+    written: list[list[int]] = []
+
+    def measured(run: object, case: real.Case, *_: object) -> real.Row:
+        if out.exists():
+            written.append([row["tokens"] for row in json.loads(out.read_text())["rows"]])
+        if case[-1] > 2048:
+            raise ServerError("SGLang server: killed\nits log")
+        return {**row, **dict(zip(("form", "dtype", "tokens"), case, strict=True))}
+
+    monkeypatch.setattr(real, "measured", measured)
+    machine = Machine("cpu", "a processor", "0.0.0")
+    monkeypatch.setattr("bench.harness.machine.find_machine", lambda: machine)
+    few = ["--forms", "smollm2", "--dtypes", "float32", "--out", str(tmp_path)]
+    assert real.PROGRAM.main([*few, "--tokens", "1024", "4100", "2048"]) == 1
+    why = "not measured: smollm2, float32, 4,096 tokens: SGLang server: killed"
+    assert why in capsys.readouterr().err.splitlines()
+    found = json.loads(out.read_text())
+    assert found["failed"] == {"smollm2, float32, 4,096 tokens": "SGLang server: killed"}
+    assert written == [[1024], [1024]]
+    # Rows of earlier results stay, with their date; those that are measured anew do not.
+    assert real.PROGRAM.main([*few, "--tokens", "512", "2048", "--keep", str(out)]) == 0
+    again = json.loads(out.read_text())
+    assert "failed" not in again
+    dates = {row["tokens"]: row.get("date") for row in again["rows"]}
+    assert dates == {512: None, 1024: found["date"], 2048: None}
+    with pytest.raises(SystemExit, match="2"):  # nothing was measured: the file stays
+        real.PROGRAM.main([*few, "--tokens", "4096"])
+    assert why in capsys.readouterr().err and json.loads(out.read_text()) == again
 
 
 def test_replies_are_compared_up_to_the_first_token_that_differs() -> None:
