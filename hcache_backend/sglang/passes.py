@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.distributed import parallel_state
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, PPProxyTensors
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
@@ -237,10 +238,20 @@ def forward_stream(runner: Any) -> Stream:
     return of(runner.forward_stream)
 
 
-def make_recomputer(runner: Any, kvcache: Any, chunk_tokens: int) -> Recomputer:
+def make_recomputer(
+    runner: Any, kvcache: Any, chunk_tokens: int, substitute: str | None = None
+) -> Recomputer:
     """The :class:`Recomputer` of the model of SGLang's ``runner``. Attention is planned anew before
     each pass of SGLang, so none sees this plan. The host waits for nothing. A pass has at most
-    ``chunk_tokens``, and no more than a prefill of SGLang, which leaves memory for that many."""
+    ``chunk_tokens``, and no more than a prefill of SGLang, which leaves memory for that many.
+    ``substitute`` attends in the place of SGLang's backend. Raises Refused if it cannot be made."""
+    other = None
+    if substitute is not None:
+        try:
+            other = ATTENTION_BACKENDS[substitute](runner)
+        except Exception as error:  # no memory for its buffers, whose size torch says
+            raise Refused(f"attention backend {substitute!r} cannot be made: {error}") from None
+        other.prefill_attention_backend_str = substitute  # MLA modules choose their way by it
     most = resolved(runner.server_args).chunked_prefill_size  # None or -1: no bound
     chunk_tokens = min(chunk_tokens, most) if (most or -1) > 0 else chunk_tokens
 
@@ -268,7 +279,7 @@ def make_recomputer(runner: Any, kvcache: Any, chunk_tokens: int) -> Recomputer:
         )
         batch.asked = asked
         bind_pages(runner.kv_index_translator, batch)
-        backend = runner.attn_backend
+        backend = other or runner.attn_backend
         row = runner.req_to_token_pool.req_to_token[NO_REQUEST, :seen]
         row.copy_(asked.keys)
         try:

@@ -335,17 +335,18 @@ class Start:
         exactness, or the reason for None. ``whole``: only all layers are of use."""
         runtime, runner, kvcache = self._runtime, self._runner, self._kvcache
         group, layers = attention_ranks().cpu_group, int(kvcache.layer_num)
-        recomputer = make_recomputer(runner, kvcache, methods.chunk_tokens)
+        substitute = self.server.substitute
 
-        def prove() -> Recomputed:
+        def prove() -> tuple[Recomputer, Recomputed]:
             refuse(RECOMPUTATION, self.server)
             probe.refuse_dependence()
             refuse(RECOMPUTATION, self.server, install(hooks.RECOMPUTE))
-            requests = int(runner.req_to_token_pool.size)
-            return check_recompute(partial(run_again, runner), requests, probe, recomputer, kvcache)
+            made = make_recomputer(runner, kvcache, methods.chunk_tokens, substitute)
+            again, requests = partial(run_again, runner), int(runner.req_to_token_pool.size)
+            return made, check_recompute(again, requests, probe, made, kvcache)
 
         try:
-            found = all_or_none((group,), prove)
+            recomputer, found = all_or_none((group,), prove)
             [recomputer.layers] = smallest(group, found.layers)
             all_exact = recomputer.layers == layers
             if whole and not all_exact:
@@ -356,6 +357,10 @@ class Start:
             return None
         reason = found.problem or "other tensor-parallel ranks"
         first = "" if all_exact else f"the first {recomputer.layers} layers only ({reason}); "
+        if substitute is not None:
+            first = f"by attention backend {substitute!r}; " + first
+            why = f"{self.server.attention!r} waits for the GPU before every prefill"
+            logger.info(f"hcache: attention backend {substitute!r} recomputes, because {why}")
         runtime.recomputation = first + found.exactness
         logger.debug("hcache: exactness: recomputed layers: %s", runtime.recomputation)
         return recomputer

@@ -30,7 +30,8 @@ from hcache_backend.sglang.runtime import JUDGING, Runtime
 
 _DRAFTING = ("EAGLE", "EAGLE3", "NGRAM", "STANDALONE")  # drafts have a pool of their own, if any
 _WHOLE_STEPS = ("enable_nvidia_megakernel", "enable_amd_monokernel")  # from 0.5.23 on
-_WAITING = ("flashinfer", "torch_native", "flex_attention")  # they copy from the GPU and wait
+# Backends of attention that copy from the GPU and wait. Triton's does for sliding windows.
+_WAITING = ("flashinfer", "flashmla", "torch_native", "flex_attention")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,19 @@ class Server:
     @property
     def attention(self) -> str:
         return str(self.runtime.runner.attn_backend.prefill_attention_backend_str)
+
+    @property
+    def substitute(self) -> str | None:
+        """The attention backend that recomputes because the server's own would wait for the GPU;
+        None: its own. Triton's rounds queries to the type of K and V, so none recomputes in fp8."""
+        waits = self.on_gpu and self.attention in _WAITING
+        return "triton" if waits and self.kvcache.dtype.itemsize > 1 else None
+
+    @property
+    def waiting(self) -> str | None:
+        """The attention backend with which recomputation would wait for the GPU, if it would."""
+        used, windows = self.substitute or self.attention, self.runtime.runner.sliding_window_size
+        return used if used in _WAITING or (used == "triton" and (windows or 0) > 0) else None
 
     def asks(self, option: str, value: object) -> bool:
         return bool(getattr(self.runtime.config, option) == value)
@@ -182,9 +196,10 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
         *_MODULES,
         Need("multimodal models", lambda s: s.runtime.runner.model_config.is_multimodal,
              "the model's embeddings are not those of token ids alone"),
-        Need("on CUDA attention by " + ", ".join(f"`{name}`" for name in _WAITING),
-             lambda s: s.on_gpu and s.attention in _WAITING and repr(s.attention),
-             "attention backend {} waits for the GPU before every prefill"),
+        Need("on CUDA attention by " + ", ".join(f"`{name}`" for name in _WAITING) + " with fp8 K "
+             "and V, or by these or `triton` with sliding windows (`--disable-hybrid-swa-memory`)",
+             lambda s: s.on_gpu and s.waiting,
+             "attention backend '{}' waits for the GPU before every prefill"),
         Need("`--enable-pdmux`", lambda s: s.args.enable_pdmux,
              "--enable-pdmux interrupts prefills, whose plan would be lost"),
         Need(f"row {NO_REQUEST} of SGLang's table given to requests",

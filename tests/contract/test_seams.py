@@ -186,6 +186,7 @@ BACKENDS = {
     "flashmla_backend.FlashMLABackend",
     "triton_backend.TritonAttnBackend",
     "trtllm_mha_backend.TRTLLMHAAttnBackend",
+    "trtllm_mla_backend.TRTLLMMLABackend",
 }
 """Those that SGLang chooses by itself."""
 ABSENT = {
@@ -204,7 +205,9 @@ def test_recomputations_have_what_the_plans_of_attention_read(sglang: Source, ba
     read = {
         node.attr
         for node in ast.walk(found(sglang, path).node)
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "forward_batch"
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Load)
+        and ast.unparse(node.value) == "forward_batch"
     }
     passes = ast.parse(Path(model_runner.__file__).with_name("passes.py").read_text())
     [made] = [
@@ -218,3 +221,60 @@ def test_recomputations_have_what_the_plans_of_attention_read(sglang: Source, ba
         nodes = [node for node in ast.walk(bind.node) if isinstance(node, ast.Attribute)]
         given |= {node.attr for node in nodes if ast.unparse(node.value) == "batch"}
     assert len(read) > 3 and read <= given
+
+
+_REGISTRY = "sglang.srt.layers.attention.attention_registry."
+_DEEPSEEK = "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA."
+
+
+def test_tritons_attention_can_be_made_anew(sglang: Source) -> None:
+    """It recomputes in the place of backends that wait; MLA modules then choose its way."""
+    made = found(sglang, _REGISTRY + "create_triton_backend").node
+    assert isinstance(made, ast.FunctionDef) and len(made.args.args) == 1
+    assert [*map(ast.unparse, made.decorator_list)] == ["register_attention_backend('triton')"]
+    way = ast.unparse(found(sglang, _DEEPSEEK + "dispatch_attn_forward_method").node)
+    assert "backend = get_attn_backend()" in way
+    assert "prefill_backend_str = backend.prefill_attention_backend_str or default" in way
+
+
+def waits(nodes: list[ast.stmt]) -> set[str]:
+    """Calls that copy from the device, of what a recomputation runs of these statements: it says
+    lengths to the host, has no context-parallel ranks, and is refused with sliding windows."""
+    text: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.If):
+            asked = ast.unparse(node.test)
+            if "sliding_window" in asked or "dcp_size > 1" in asked:
+                text |= waits(node.orelse)
+            else:
+                text |= waits(node.body if "_cpu is not None" in asked else node.body + node.orelse)
+            continue
+        for call in (call for call in ast.walk(node) if isinstance(call, ast.Call)):
+            name = ast.unparse(call.func).rpartition(".")[2]
+            if name in ("int", "item", "cpu", "tolist", "numpy", "nonzero", "synchronize"):
+                text.add(ast.unparse(call))
+    return text
+
+
+def test_a_plan_of_tritons_attention_waits_for_no_gpu(sglang: Source) -> None:
+    path = "sglang.srt.layers.attention.triton_backend."
+    plan = found(sglang, path + "TritonAttnBackend.init_forward_metadata").node
+    assert isinstance(plan, ast.FunctionDef)
+    [modes] = [
+        node
+        for node in plan.body
+        if isinstance(node, ast.If) and "is_decode_or_idle" in ast.unparse(node.test)
+    ]
+    while isinstance(modes.orelse[0], ast.If) and len(modes.orelse) == 1:
+        modes = modes.orelse[0]
+    assert "is_target_verify" in ast.unparse(modes.test)  # what is left extends sequences
+    others = [node for node in plan.body if not isinstance(node, ast.If)]
+    fill = found(sglang, path + "TritonAttnBackend._fill_kv_indptr_and_indices").node
+    assert isinstance(fill, ast.FunctionDef)
+    assert waits([*modes.orelse, *others, *fill.body]) == set()
+    guarded = [node for node in ast.walk(plan) if isinstance(node, ast.If) and node.orelse]
+    assert "int(forward_batch.extend_seq_lens.max())" in set().union(
+        *(waits(node.orelse) for node in guarded)
+    )
+    windows = found(sglang, path + "update_sliding_window_buffer").node
+    assert "torch.empty(window_kv_indptr[-1]" in ast.unparse(windows)  # it waits

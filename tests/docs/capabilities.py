@@ -32,7 +32,7 @@ REMEDIES = {
     "on CUDA `--cuda-graph": "use `--cuda-graph-backend-prefill breakable`",
     "`recompute: never`": "remove the option",
     "multimodal": _NOTHING,
-    "on CUDA attention": "use another `--attention-backend`, such as `triton` or `fa3`",
+    "on CUDA attention": "use `--attention-backend triton` with fp8, `fa3` with sliding windows",
     "`--enable-pdmux`": _WITHOUT,
     "row 0": "report it",
     "`restore: layerwise`": "remove the option",

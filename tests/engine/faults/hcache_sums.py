@@ -1,5 +1,6 @@
 """Sums in the order of other kernels, which is what every GPU does; and sums that are wrong."""
 
+import os
 from typing import Any
 
 import torch
@@ -74,3 +75,28 @@ def recomputed_wrongly(layer: int) -> None:
         return found * 1.1 if kernel.layer_id == layer else found
 
     around(RecomputePass, "attend", wrong)
+
+
+def substitute(attention: str = "right") -> None:
+    """SGLang's Triton attention recomputes, as on GPUs whose own would wait. It is ``right``, a
+    tenth too ``large``, or so large that there is ``no memory``."""
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    from hcache_backend.start.capabilities import Server
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.kernels.interpreter import mend
+
+        mend()
+
+    def wrong(attend: Any, *args: Any, **kwargs: Any) -> Any:
+        return attend(*args, **kwargs) * (1.1 if attention == "large" else 1)
+
+    def make(init: Any, *args: Any, **kwargs: Any) -> None:
+        if attention == "no memory":
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 MiB.")
+        init(*args, **kwargs)
+
+    around(TritonAttnBackend, "forward_extend", wrong)
+    around(TritonAttnBackend, "__init__", make)
+    setattr(Server, "substitute", property(lambda server: "triton"))  # noqa: B010

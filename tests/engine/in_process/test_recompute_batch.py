@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pytest import MonkeyPatch
 from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_context import get_attn_backend, has_forward_context
 
+from hcache_backend.ranks import Refused
 from hcache_backend.restore.recompute import RecomputeRefused, TokenSpan
-from hcache_backend.sglang.passes import NO_REQUEST, make_recomputer
+from hcache_backend.sglang.passes import ATTENTION_BACKENDS, NO_REQUEST, make_recomputer
 
 CHUNK = 4
 
@@ -42,10 +44,11 @@ class Backend:
         self.planned.append((table.ids[row, :seen].tolist(), batch.out_cache_loc.tolist(), new))
 
 
+@pytest.mark.parametrize("substitute", [None, "other"])
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize(("chunk", "prefill"), [(CHUNK, -1), (CHUNK, 100), (100, CHUNK)])
 def test_attention_finds_a_sequence_in_the_row_of_no_request(
-    chunk: int, prefill: int, broken: bool
+    chunk: int, prefill: int, broken: bool, substitute: str | None, monkeypatch: MonkeyPatch
 ) -> None:
     pool = ReqToTokenPool(4, 32, "cpu", enable_memory_saver=False)
     assert NO_REQUEST not in pool.free_slots
@@ -58,6 +61,7 @@ def test_attention_finds_a_sequence_in_the_row_of_no_request(
         device="cpu",
     )
     backend = Backend(pages)
+    monkeypatch.setitem(ATTENTION_BACKENDS, "other", lambda of: backend)
 
     def forward(token_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> None:
         assert get_attn_backend() is backend
@@ -66,14 +70,14 @@ def test_attention_finds_a_sequence_in_the_row_of_no_request(
             raise MemoryError
 
     runner = SimpleNamespace(
-        attn_backend=backend,
+        attn_backend=backend if substitute is None else None,
         kv_index_translator=pages,
         req_to_token_pool=pool,
         server_args=SimpleNamespace(chunked_prefill_size=prefill),
         model=SimpleNamespace(forward=forward),
     )
     kvcache = SimpleNamespace(start_layer=0, layer_num=2, dtype=torch.float32)
-    recomputer = make_recomputer(runner, kvcache, chunk)
+    recomputer = make_recomputer(runner, kvcache, chunk, substitute)
     prefix, slots = torch.arange(16, 20), torch.arange(8, 14)
     keys = prefix.tolist() + slots.tolist()[:CHUNK]
     span = TokenSpan(np.arange(6), prefix)
@@ -82,3 +86,13 @@ def test_attention_finds_a_sequence_in_the_row_of_no_request(
     assert backend.planned == [(keys, slots.tolist()[:CHUNK], CHUNK)]
     assert not pool.req_to_token[NO_REQUEST].any() and (pool.req_to_token[1:] == 77).all()
     assert not has_forward_context()
+    assert vars(backend).get("prefill_attention_backend_str") == substitute
+
+
+def test_a_backend_that_has_no_memory_is_refused_with_its_size(monkeypatch: MonkeyPatch) -> None:
+    def make(runner: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    monkeypatch.setitem(ATTENTION_BACKENDS, "triton", make)
+    with pytest.raises(Refused, match=r"'triton' cannot be made: .* Tried to allocate 2\.00 MiB"):
+        make_recomputer(SimpleNamespace(), SimpleNamespace(), CHUNK, "triton")

@@ -429,6 +429,46 @@ FAULTS = [
     ),
 ]
 
+# ---- SGLang's Triton attention recomputes, as on most GPUs; `intel_amx` is the server's own ----
+
+
+def by_triton(model: str, fault: str, pages: str, *said: str, **more: Any) -> Any:
+    """A row of SGLang's own code, whose kernels Triton interprets."""
+    interpreted = {"HCACHE_CPU_ENGINE_TRITON": "real", "TRITON_INTERPRET": "1"}
+    given = {"hcache": KV, "talk": (1, 3, 300), "metrics": True, "name": f"{model}, {fault}"} | more
+    env = FRONTS["extra_env"] | interpreted | faulty(fault)
+    return row(model, pages, *said, extra_env=env, **given)
+
+
+INSTEAD = (
+    "attention backend 'triton' recomputes, because 'intel_amx' waits for the GPU",
+    "exactness: recomputed layers: by attention backend 'triton'; K ",
+)
+MOST_RECOMPUTED: dict[str, Any] = {"unsaid": (NOT_RECOMPUTED,), "recomputes": True}
+BY_TRITON = [
+    by_triton(
+        *("llama", "substitute", "own", *INSTEAD),
+        **MOST_RECOMPUTED,
+        often=True,
+        marks=[VERSIONS],
+    ),
+    by_triton("deepseek", "substitute", "own", *INSTEAD, **MOST_RECOMPUTED),
+    by_triton(
+        *("llama", "substitute", "hidden", *INSTEAD),
+        hcache={"partition": partition(2, 2, 0)},
+        name="llama, substitute, hidden states",
+    ),
+    by_triton(
+        *("llama", "large_substitute", "own"),
+        "recomputation (model.layers.1.self_attn recomputed: K ",
+        often=True,
+    ),
+    by_triton(
+        *("llama", "substitute_without_memory", "own"),
+        "recomputation (attention backend 'triton' cannot be made: Tried to allocate 2.00 MiB.)",
+    ),
+]
+
 # ---- checks of the start on a server that runs one request at a time ----
 
 ONE = row(
@@ -440,7 +480,8 @@ ONE = row(
     often=True,
     name="one at once",
 )
-ROWS = [*HIDDEN_STATES, *MIXED, *CLASSES, *OF_KV, *LOSSY, *RANKS, *FP8, *FAULTS, ONE]
+OF_START = [*FAULTS, *BY_TRITON, ONE]
+ROWS = [*HIDDEN_STATES, *MIXED, *CLASSES, *OF_KV, *LOSSY, *RANKS, *FP8, *OF_START]
 
 
 def assert_as_wanted(server: Server, row: Row) -> None:

@@ -16,6 +16,7 @@ def server(**arguments: Any) -> tuple[Any, Any]:
         model_config=SimpleNamespace(model_is_mrope=False, is_multimodal=False),
         attn_backend=SimpleNamespace(prefill_attention_backend_str="fa3"),
         req_to_token_pool=SimpleNamespace(free_slots=[1, 2]),
+        sliding_window_size=None,
     )
     pool = SimpleNamespace(
         device="cuda",

@@ -43,6 +43,7 @@ WINDOWS, STATES = SimpleNamespace(full_kv_pool=None), object.__new__(HybridLinea
 STATES.full_kv_pool = None
 DRAFT = SimpleNamespace(page_size=16, dtype=torch.bfloat16, layer_num=1)
 MTP = {"runner.mtp_draft_device_pools": (DRAFT,), "pool.page_size": 16}
+FP8, WINDOW = {"pool.dtype": torch.float8_e4m3fn}, {"runner.sliding_window_size": 512}
 LATENTS = {"pool.kv_lora_rank": 1, "pool.kv_buffer": [torch.empty(1, 1, 1)]}
 MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     # what is other than in a server with every capability, what it cannot have, and the reason
@@ -98,7 +99,7 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({"enable_pd_role_switch": True}, (OWN_PAGES, JUDGING), "may after a role switch"),
     ({"grows": True}, (OWN_PAGES,), "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: the KV pool grows"),
     ({"pool.dtype": torch.int8}, (OWN_PAGES,), "KV quantised as torch.int8"),
-    ({"pool.dtype": torch.float8_e4m3fn}, (), ""),
+    (FP8, (), ""),
     ({"pool.k_scale_buffer": [0]}, (OWN_PAGES,), "scales in buffers of their own"),
     (
         {"pool.quant_method": SimpleNamespace(k_scales_gpu=1)},
@@ -126,10 +127,13 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({"recompute": "never"}, (RECOMPUTATION,), "option 'recompute'"),
     # the token ids of an image say nothing of its embeddings
     ({"model.is_multimodal": True}, (RECOMPUTATION,), "not those of token ids alone"),
-    ({"backend": "torch_native"}, (RECOMPUTATION,), "'torch_native' waits for the GPU"),
-    ({"backend": "flex_attention"}, (RECOMPUTATION,), "'flex_attention' waits for the GPU"),
-    ({"backend": "flashinfer"}, (RECOMPUTATION,), "'flashinfer' waits for the GPU"),
-    ({"backend": "triton"}, (), ""),
+    ({"backend": "flashinfer"}, (), ""),  # Triton's recomputes
+    (FP8 | {"backend": "flashinfer"}, (RECOMPUTATION,), "'flashinfer' waits for the GPU"),
+    (WINDOW | {"backend": "flashinfer"}, (RECOMPUTATION,), "'triton' waits for the GPU"),
+    (WINDOW | {"backend": "triton"}, (RECOMPUTATION,), "'triton' waits for the GPU"),
+    (WINDOW | {"backend": "triton", "pool.device": "cpu"}, (), ""),
+    (WINDOW, (), ""),
+    (FP8 | {"backend": "triton"}, (), ""),
     ({"enable_pdmux": True}, (RECOMPUTATION,), "--enable-pdmux interrupts prefills"),
     ({"rows": [0, 1]}, (RECOMPUTATION,), "SGLang gives row 0 of its table to requests"),
     ({"restore": "layerwise"}, (EAGER,), "option 'restore'"),
@@ -189,6 +193,25 @@ def test_what_rules_a_capability_out(
     found = refusals(changes, monkeypatch)
     assert {*found} == {*refused}
     assert all(reason in said for said in found.values())
+
+
+@pytest.mark.parametrize(
+    ("own", "used"),
+    [
+        *((name, "triton") for name in ("flashinfer", "flashmla", "torch_native")),
+        *((name, None) for name in ("fa3", "fa4", "triton", "trtllm_mha", "trtllm_mla")),
+    ],
+)
+def test_another_backend_recomputes_if_the_servers_own_would_wait(
+    own: str, used: str | None
+) -> None:
+    runtime, pool = server()
+    runtime.runner.attn_backend.prefill_attention_backend_str = own
+    assert Server(runtime, pool).substitute == used
+    pool.dtype = torch.float8_e4m3fn  # Triton's kernel would round queries, too
+    assert Server(runtime, pool).substitute is None
+    pool.device, pool.dtype = "cpu", torch.bfloat16
+    assert Server(runtime, pool).substitute is None
 
 
 def test_every_need_is_in_the_matrix() -> None:
