@@ -452,6 +452,11 @@ BY_TRITON = [
         often=True,
         marks=[VERSIONS],
     ),
+    # Another kernel rounds weights otherwise in every layer, and the bounds stand.
+    by_triton(
+        *("qwen3", "substitute", "own", "recomputation (model.layers.2.self_attn recomputed: K "),
+        **HALF,
+    ),
     by_triton("deepseek", "substitute", "own", *INSTEAD, **MOST_RECOMPUTED),
     by_triton(
         *("llama", "substitute", "hidden", *INSTEAD),
