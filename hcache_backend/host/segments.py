@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from functools import partial
 from itertools import product
 from typing import Any
@@ -216,7 +216,7 @@ class KVSegments:
             encoder.decode_launch(encoded, table.planes, to, table).run()
 
     def _encoded(
-        self, way: str, table: LayerTable, pages: torch.Tensor, slots: torch.Tensor
+        self, way: str, table: Sized, pages: torch.Tensor, slots: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Memory for encoded pages on the device, uint8 ``[layers, p, segment_bytes]``, and
         ``pages`` and ``slots`` that it has room for. It is taken at the first use, which is a check
@@ -231,7 +231,8 @@ class KVSegments:
         ring.begin(ring.bytes)
         # An even number keeps the alignment of the ids of each part.
         at_once = ring.bytes // row // 2 * 2
-        for some, of in zip(pages.split(at_once), slots.split(at_once * self._tokens), strict=True):
+        of_page = len(slots) // max(1, len(pages))
+        for some, of in zip(pages.split(at_once), slots.split(at_once * of_page), strict=True):
             part = ring.next(stream)[: len(some) * row]
             yield part.view(len(table), len(some), size), some, of
             ring.used(stream.record())

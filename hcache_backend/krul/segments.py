@@ -238,6 +238,18 @@ class PairedSegments(KVSegments):
                     at = to_device(places, slots.device)
                     yield slot, at, every[at], to_device(ids[places], slots.device)
 
+    def _save_layer(
+        self, layer: int, held: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor, offset: int
+    ) -> torch.Tensor:
+        encoder, fits = self._encoder, list[torch.Tensor]()
+        if encoder is None or not held.is_cuda:
+            return super()._save_layer(layer, held, memory, pages, offset)
+        for [rows], some, of in self._encoded("save", (layer,), pages, held):
+            every = torch.arange(len(some), device=held.device)
+            fits.append(encoder.encode_pages(self.planes(layer), of, rows, every, 0))
+            scatter_pages(rows, memory, some, offset)
+        return torch.cat(fits)
+
     def _save_pair(
         self, slot: Slot, held: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor
     ) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """How often a backup, a load and an eager hit launch, which costs the scheduler: no layer alone."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from hcache_backend.prefetch.eager import EagerRestores, launch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import host_tensor
 from hcache_kernels.codecs.exp4 import Exp4
+from hcache_kernels.launch import COPY_PROGRAMS, Launch
 from tests.cuda_standin import device
 from tests.cuda_standin.device import CUDA
 
@@ -96,6 +98,32 @@ def test_a_backup_and_a_load_launch_four_times_at_most(codec: str) -> None:
         assert all(torch.allclose(a, b, atol=0.02) for a, b in zip(back, want, strict=True))
     # A forward pass waits for groups of layers, not for all of them.
     assert len(set(map(id, restore.layers))) == (4 if codec == "none" else 2)
+
+
+@pytest.mark.parametrize("codec", ["none", "exp4", "krul"])
+def test_only_copies_of_few_programs_write_to_host_memory(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Encoders write a byte or two a thread: they write to the device."""
+    server, host_pages = Server(codec), torch.arange(2)
+    start, end = server.memory.data_ptr(), server.memory.data_ptr() + server.memory.nbytes
+    grids: list[tuple[int, ...]] = []
+    run = Launch.run
+
+    def noted(launch: Launch) -> None:
+        given = launch.arguments.values()
+        reached = [one for one in given if isinstance(one, torch.Tensor) and not one.is_cuda]
+        if any(start <= one.data_ptr() < end for one in reached):
+            assert launch.arguments.get("SAVE"), launch
+            grids.append(launch.grid)
+        run(launch)
+
+    monkeypatch.setattr(Launch, "run", noted)
+    pages = host_pages if server.kv.by_header else host_pages.to(CUDA)
+    server.layout.divide(server.memory.numpy())
+    fits = server.kv.save(server.layout, server.memory, pages, server.slots(2, 2))
+    assert fits is None or fits.all().item()
+    assert grids and all(math.prod(grid) <= COPY_PROGRAMS for grid in grids)
 
 
 @pytest.mark.parametrize(
