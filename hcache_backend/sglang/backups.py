@@ -9,8 +9,9 @@ the one with the first missing page on are put again, the node last.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -61,22 +62,24 @@ class Backups:
         self.on, self._prefetches = stages == 1, prefetches
         self.holes: dict[int, int] = {}
         self._cache: Any = None
-        self._given: dict[int, _Node] = {}  # to L3, by number
-        self._answered: list[_Answer] = []
+        self._given: OrderedDict[int, _Node] = OrderedDict()  # to L3, by number
+        self._answered: deque[_Answer] = deque()
         self._first_holes: Proposal | None = None  # of the first of those
         # To be put, each from the last node to the first.
         self._chains: deque[list[_Node]] = deque()
+        self._chained: set[_Node] = set()  # nodes of chains
         self._begins = True  # chains
         self._putting: set[int] = set()  # nodes of chains that HiCache has not given to L3 yet
         self._copied: int | None = None  # the last one that was copied to host memory for that
-        self._again: dict[int, int] = {}  # operations that are not answered, of nodes of chains
-        self._refused: dict[bytes, int] = {}  # nodes that L3 did not take: chains to leave out
+        self._again: dict[int, int] = {}  # operations without an answer, by nodes of chains
+        # Nodes that L3 did not take: chains to leave out.
+        self._refused: OrderedDict[bytes, int] = OrderedDict()
 
     def gave(self, cache: Any, number: int) -> None:
         """HiCache has queued a node for L3."""
         if number in self._putting:
             self._putting.remove(number)
-            self._again[next(reversed(cache.ongoing_backup), 0)] = number
+            self._again[number] = next(reversed(cache.ongoing_backup), 0)
         node = _on_device(cache, number)
         if node is not None:
             self._given[number] = node
@@ -95,14 +98,17 @@ class Backups:
         self._cache = turn.cache
         self._first_holes = None
         if self._answered:
-            self._first_holes = turn.propose(*(one.hole for one in self._answered[:_ANSWERS]))
+            holes = (one.hole for one in islice(self._answered, _ANSWERS))
+            self._first_holes = turn.propose(*holes)
 
     def apply_holes(self, cache: Any) -> None:
         """Put the beginnings of nodes that a rank did not write; others wait for a turn."""
         if self._first_holes is not None:
-            done, self._answered = self._answered[:_ANSWERS], self._answered[_ANSWERS:]
-            for answer, hole in zip(done, self._first_holes.least, strict=True):
-                again = self._again.pop(answer.operation, None) is not None
+            for hole in self._first_holes.least:
+                answer = self._answered.popleft()
+                again = self._again.get(answer.number) == answer.operation
+                if again:
+                    del self._again[answer.number]
                 if hole != _NO_HOLE:
                     self._begin_chain(cache, answer.number, hole, again=again)
         self._put_chains(cache)
@@ -112,7 +118,7 @@ class Backups:
 
     def _begin_chain(self, cache: Any, number: int, hole: int, *, again: bool) -> None:
         """Put the nodes from the one with page ``hole`` of the sequence on, up to ``number``."""
-        if not self._begins or number in self._putting or number in self._again.values():
+        if not self._begins or number in self._putting or number in self._again:
             return  # the last two: it was put since then
         chain: list[_Node] = []
         before: int | None = number
@@ -134,24 +140,24 @@ class Backups:
             self._refused[key] -= 1
         if refused:
             metrics.PAGES.count("heads_not_put", sum(node.pages for node in chain[1:]))
-        elif all(chain[0] not in other for other in self._chains):
+        elif chain[0] not in self._chained:
             self._chains.append(chain)
+            self._chained.update(chain)
 
     def _put_chains(self, cache: Any) -> None:
         """Put a part of the nodes. HiCache gives one that it copies to host memory to L3 when the
         copy is there; others follow behind it."""
         from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 
-        pages = 0
+        pages, copies = 0, cache.ongoing_write_through
+        running = copies.values() if self._chains else ()
+        copying = {number for one in running for number in one.publish_node_ids}
         while self._chains and pages < _PAGES:
             chain = self._chains[0]
             node, there = chain[-1], _is_there(cache, chain[-1])
             if there and cache.is_backuped(node.number):
                 # A state or a window of the node may be on its way to host memory, too.
-                copies = cache.ongoing_write_through
-                if self._copied in copies or any(
-                    node.number in one.publish_node_ids for one in copies.values()
-                ):
+                if self._copied in copies or node.number in copying:
                     return
                 self._putting.add(node.number)
                 cache.write_backup_storage(node.number)
@@ -160,10 +166,10 @@ class Backups:
                 self._putting.add(node.number)
             else:
                 metrics.PAGES.count("heads_not_put", sum(one.pages for one in chain[1:]))
-                self._chains.popleft()
+                self._chained.difference_update(self._chains.popleft())
                 continue
             pages += node.pages
-            chain.pop()
+            self._chained.discard(chain.pop())
             if chain:
                 metrics.PAGES.count("heads_put", node.pages)
             else:
@@ -174,6 +180,7 @@ class Backups:
         self._given.clear()
         self._answered.clear()
         self._chains.clear()
+        self._chained.clear()
         self._putting.clear()
         self._again.clear()
         self._refused.clear()
@@ -233,9 +240,9 @@ class Backups:
         return True
 
 
-def _forget_oldest(known: dict[Any, Any]) -> None:
+def _forget_oldest(known: OrderedDict[Any, Any]) -> None:
     if len(known) > _NODES:
-        del known[next(iter(known))]
+        known.popitem(last=False)
 
 
 def _on_device(cache: Any, number: int) -> _Node | None:

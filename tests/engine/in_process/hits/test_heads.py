@@ -11,6 +11,7 @@ from hcache_backend.ranks import Turn
 from hcache_backend.sglang import backups as backups_module
 from hcache_backend.sglang import scheduler
 from hcache_backend.sglang.backups import Backups
+from tests.kit.turns import work
 
 KEYS = [f"{i:064x}" for i in range(400)]
 NODE = 50  # pages
@@ -292,6 +293,46 @@ def test_ranks_put_what_one_of_them_lacks() -> None:
     assert cache.given == [0, 1, 2, 0, 1]
     cache.turn(backups)
     assert not backups._answered and not backups._chains
+
+
+class Forest(Cache):
+    """Trees of two nodes each, whose ends L3 does not take: it lacks their beginnings."""
+
+    def __init__(self, trees: int) -> None:
+        super().__init__()
+        self.nodes.update({node: [f"{node:064x}"] for node in range(2 * trees)})
+        self.in_host_memory = {*range(2 * trees)}
+        self.ongoing_write_through[-1] = SimpleNamespace(publish_node_ids=[0])
+        self.held = {-1}  # nothing is put before it is there
+
+    def _snapshot(self, node: int, _prefix: bool) -> Any:
+        first = node % 2 == 0
+        found = SimpleNamespace(hash_values=self.nodes[node])
+        found.parent_is_root, found.parent_node_id = first, node - 1
+        return found
+
+
+def test_a_turn_costs_the_same_however_many_beginnings_are_to_be_put() -> None:
+    found = {}
+    for trees in (64, 1024):
+        cache, backups = Forest(trees + 64), Backups(1)
+        cache.turn(backups)
+        for tree in range(trees + 64):
+            cache.write_backup_storage(2 * tree + 1)
+        for _ in range(trees // 32):
+            cache.turn(backups)
+        assert len(backups._chains) == trees
+        found[trees] = work(lambda cache=cache, backups=backups: cache.turn(backups))  # type: ignore[misc]
+        assert len(backups._chains) == trees + 32
+    assert len({*found.values()}) == 1, found
+
+
+def test_the_oldest_known_node_is_forgotten(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(backups_module, "_NODES", 2)
+    cache, backups = Cache(), Backups(1)
+    for node in range(4):
+        backups.gave(cache, node)
+    assert [*backups._given] == [2, 3]
 
 
 def test_pipeline_stages_put_nothing() -> None:
