@@ -22,6 +22,7 @@ from hcache_backend.arena import Ids
 from hcache_backend.plan.restore import side_by_side, until_there
 
 _REMEMBERED = 4096  # refused requests
+_PAGES = 1 << 16  # of prefetches that are read, or were, whose keys are known
 
 # seconds to recompute tokens behind a prefix (numbers); infinite if unknown. Any thread
 Recomputing = Callable[[int, int], float]
@@ -186,7 +187,8 @@ class Prefetch:
     whole: bool = False  # a part of it is worth nothing without the rest
     lost: int = 0  # arrived, but worth nothing without the rest
     reachable: float = math.inf  # not yet arrived, and slices can still reach them
-    behind: bool = False  # another prefetch brings the first page of its hit
+    asked: int = 0  # its place among all that SGLang asked for
+    came_behind: int = 0  # the last one that was asked before its pages came; 0: none came
 
     def came(self, completed: int, page_size: int) -> None:
         """``completed`` tokens count on all ranks. Called in a turn of the scheduler."""
@@ -222,10 +224,12 @@ class Held:
 
     request: Any  # SGLang's
     operation: Any = None  # SGLang's, of its prefetch; None: there is none, or it is over
+    node: Hashable = None  # SGLang's, up to which it is held
     tokens: int = 0  # of the prompt that host memory has, and does not evict
     read: int = 0  # tokens that L3 was read for, and that no batch has used
     computed: int = 0  # tokens at the front of its prefetch that were recomputed
     let_go: Callable[[], object] | None = None  # allows their eviction; None: they are not held
+    counts: tuple[bool, bool] = False, False  # among those that hold, and that batches let go
 
 
 class Ongoing(UserDict[Hashable, Record]):
@@ -250,18 +254,24 @@ class Prefetches:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.held: dict[str, Held] = {}  # by request, in the order in which they came
-        self.fetching: dict[str, Held] = {}  # those of them whose prefetches are not over
-        self.releasable: int | None = None  # see sglang/waiting.py; None: to be found out
+        self.early: dict[str, Held] = {}  # those that wait for their decode servers
+        self.fetching: dict[str, Held] = {}  # the others whose prefetches are not over
         self.held_tokens = 0  # those of a node count once: one of its requests may hold none
-        self._holds: dict[Hashable, tuple[int, int]] = {}  # by node: requests, most tokens
-        self.queue: list[Any] | None = None  # SGLang's requests that waited; None: others came
+        self.releasable = 0  # of these, that batches alone let go: they wait for no answer
+        # By node: requests, those of them that batches let go, most tokens.
+        self._holds: dict[Hashable, tuple[int, int, int]] = {}
+        # SGLang's requests that wait, as far as is known; behind None for their decode servers.
+        self.line: list[Any] = [None]
         self.answers: list[Any] = []  # SGLang's operations that wait for room in host memory
         self.scheduler: Any = None  # SGLang's; None until the first request comes
         self.plain = False  # token ids are all input of the request that is being received
         self.short_of_room = False  # hits wait for room in host memory, on all ranks
         self.waiting: dict[str, Prefetch] = {}  # of requests that the gate knows, in order
         self.hits: dict[Prefetch, None] = {}  # those that are read, or will be, in order
-        self.reading: dict[Any, None] = {}  # SGLang's operations that have room, in order
+        self.reading: dict[Any, int] = {}  # SGLang's operations that have room, in order: tokens
+        self.reading_tokens = 0
+        self.brought: OrderedDict[str, Prefetch] = OrderedDict()  # last ones with a page, by key
+        self._asked = 0
         self.changed: dict[Any, Prefetch] = {}  # what came, went or got on since the last turn
         self.ongoing = Ongoing(self._tell)
         # SGLang's operations that a thread still processes on some rank; the same on every rank.
@@ -297,17 +307,28 @@ class Prefetches:
         return self.ongoing
 
     def _tell(self, record: Record, over: bool) -> None:
-        operation, self.releasable = record.operation, None
+        operation = record.operation
         prefetch = self.changed[operation] = self.of(operation)
         prefetch.info = None if over else record
-        if not over and operation.host_indices is not None:
-            self.reading[operation] = None
-        elif over:
-            self.reading.pop(operation, None)
+        if over:
+            if operation in self.reading:
+                self.reading_tokens -= self.reading.pop(operation)
+                prefetch.came_behind = self._asked if operation.completed_tokens else 0
+                prefetch.token_ids = None  # ``brought`` keeps the rest for a while
             self.over(prefetch)
-            held = self.fetching.get(prefetch.request_id)
-            if held is not None and held.operation is operation:
-                del self.fetching[prefetch.request_id]
+        elif operation.host_indices is None:
+            self._asked = prefetch.asked = self._asked + 1
+        elif operation not in self.reading:
+            self.reading[operation] = len(operation.host_indices)
+            self.reading_tokens += self.reading[operation]
+            self.brought.update(dict.fromkeys(operation.hash_value, prefetch))
+            while len(self.brought) > _PAGES:
+                self.brought.popitem(last=False)
+        held = self.held.get(prefetch.request_id)
+        if held is not None and held.operation is operation:
+            if over:
+                self.fetching.pop(prefetch.request_id, None)
+            self.weigh(held)
 
     def over(self, prefetch: Prefetch) -> None:
         """No request waits for it any more. A thread may read it yet: that counts."""
@@ -320,23 +341,30 @@ class Prefetches:
 
     def waits_for_gpu(self) -> bool:
         """True if requests wait for the GPU only; those that wait for L3 could not run."""
-        early = getattr(self.scheduler, "disagg_prefill_bootstrap_queue", None)
-        others = () if early is None else [r for r in early.queue if r.rid in self.fetching]
-        return len(self.scheduler.waiting_queue) > len(self.fetching) - len(others)
+        return len(self.scheduler.waiting_queue) > len(self.fetching)
 
-    def hold(self, node: Hashable, tokens: int) -> None:
-        """One more request holds ``tokens`` of its prompt, up to ``node``."""
-        requests, most = self._holds.get(node, (0, 0))
-        self._holds[node], self.releasable = (requests + 1, max(most, tokens)), None
-        self.held_tokens += max(0, tokens - most)
+    def queued(self, request_id: str) -> None:
+        """A request does not wait for its decode server any more."""
+        held = self.early.pop(request_id)
+        if held.operation is not None and self.of(held.operation).info is not None:
+            self.fetching[request_id] = held
+        self.weigh(held)
 
-    def let_go(self, node: Hashable) -> None:
-        """One of the requests lets go."""
-        (requests, most), self.releasable = self._holds.pop(node), None
-        if requests > 1:
-            self._holds[node] = requests - 1, most
-        else:
-            self.held_tokens -= most
+    def weigh(self, held: Held) -> None:
+        """Count the tokens that a request holds, after any change of it."""
+        holds, (held_before, free_before) = held.let_go is not None, held.counts
+        no_answer = held.operation is None or held.operation in self.reading
+        free = holds and no_answer and held.request.rid not in self.early
+        held.counts = holds, free
+        requests, freeing, most = self._holds.pop(held.node, (0, 0, 0))
+        self.held_tokens -= most
+        self.releasable -= most if freeing else 0
+        requests, freeing = requests + holds - held_before, freeing + free - free_before
+        if requests:
+            most = max(most, held.tokens)
+            self._holds[held.node] = requests, freeing, most
+            self.held_tokens += most
+            self.releasable += most if freeing else 0
 
     def forget_request(self, request_id: str) -> None:
         """A new request comes; a refused one may have had its id."""

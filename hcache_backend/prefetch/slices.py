@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
+from itertools import chain, islice
 from typing import NamedTuple
 
 from hcache_backend import metrics
@@ -129,10 +130,11 @@ def _pace_beside(prefetches: Prefetches) -> Pace:
     scheduler = prefetches.scheduler
     if scheduler.chunked_req is not None or prefetches.waits_for_gpu():
         return _WAITING
-    requests, batch = [*scheduler.running_batch.reqs], scheduler.last_batch
+    requests, batch = scheduler.running_batch.reqs, scheduler.last_batch
     if batch is not None and batch.forward_mode.is_extend():  # not among those that run yet
-        requests += batch.reqs
-    running = sum(not req.finished() for req in requests)
+        requests = chain(requests, batch.reqs)
+    unfinished = (req for req in requests if not req.finished())
+    running = sum(1 for _ in islice(unfinished, RUNNING_LIMIT))
     if running >= RUNNING_LIMIT:
         return Pace(0.0, "put_off_running")
     return Pace(1 - running / RUNNING_LIMIT, "shorter") if running else _WHOLE

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
 from typing import Any
 
 SUPPORTED = ("0.5.21", "0.5.22", "0.5.23")
+
+_STOPPED = SimpleNamespace(running=False)  # a timer of SGLang's
 
 
 def sglang_version() -> str:
@@ -64,8 +68,11 @@ def bind_pages(translator: object, batch: object) -> None:
         bind(batch)
 
 
-def restart_timeout(cache: Any, operation: Any) -> None:
-    """Let the time of a prefetch under policy ``timeout`` begin now. From 0.5.23 on it begins when
-    its request could have been admitted, which a record in the cache says."""
-    operation.start_time = time.monotonic()
-    getattr(cache, "_storage_prefetch_wait", {}).pop(operation.handle, None)
+def set_timeout(cache: Any, operation: Any, *, runs: bool) -> None:
+    """Let the time of a prefetch under policy ``timeout`` begin now, or not run. From 0.5.23 on it
+    begins when its request could have been admitted, which a record in the cache says."""
+    operation.start_time = time.monotonic() if runs else math.inf
+    records = getattr(cache, "_storage_prefetch_wait", {})
+    records.pop(operation.handle, None)
+    if not runs:
+        records[operation.handle] = SimpleNamespace(expired=False, timer=_STOPPED)

@@ -8,14 +8,15 @@ an answer stays in HiCache's queue until there is room. All ranks, and pipeline 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, compress, count, filterfalse, islice, starmap
+from operator import is_not
 from typing import Any
 
 from hcache_backend import metrics
-from hcache_backend.prefetch.prefetch import Held, Prefetches
-from hcache_backend.sglang.compat import restart_timeout
+from hcache_backend.prefetch.prefetch import Held
+from hcache_backend.sglang.compat import set_timeout
 from hcache_backend.sglang.runtime import current
 
 _JUDGED = 16  # answers that a turn looks at again while they wait for room
@@ -37,8 +38,7 @@ def with_room(cache: Any, answered: int | None) -> int | None:
     prefetches.short_of_room = False
     if not answered:
         return 0
-    reading = list(prefetches.reading)
-    filled = _releasable(prefetches) + sum(len(one.host_indices) for one in reading)
+    filled, coming = prefetches.releasable + prefetches.reading_tokens, set[str]()
     answers, taken = controller.prefetch_hit_queue, dict[Any, None]()
     with answers.not_empty:  # the first pipeline stage has them, and later ones get them
         answers.not_empty.wait_for(lambda: len(answers.queue) >= answered)
@@ -46,10 +46,10 @@ def with_room(cache: Any, answered: int | None) -> int | None:
     if queued[:known] != prefetches.answers:  # a flush has emptied the queue
         known = 0
     looked = queued[: min(known, _JUDGED)]  # of those that have waited before
-    short, allotted = False, 0
+    short, allotted, timed = False, 0, cache.prefetch_stop_policy == "timeout"
     for place, operation in enumerate([*looked, *queued[known:]]):
         short |= place == len(looked) < known
-        needed = _tokens_to_read(cache, operation, reading, short)
+        needed = _tokens_to_read(cache, operation, coming)
         if needed and not short:
             short = bool(filled) and filled + needed > _room(cache)
             if not short and not _make_room(cache, allotted + needed):
@@ -58,20 +58,22 @@ def with_room(cache: Any, answered: int | None) -> int | None:
                     # HiCache would read a part, at the end of which other pools have nothing.
                     cache.revoke_pending_prefetch(operation.handle)
                     needed = 0
-        if needed is None or (needed and short):  # those behind it do not overtake it
+        waits = needed is None or bool(needed and short)  # those behind it do not overtake it
+        if timed and waits == (place >= len(looked)):
+            set_timeout(cache, operation, runs=not waits)  # it is not read yet, or it was not
+        if waits:
             continue
         taken[operation] = None
         if needed:
             filled, allotted = filled + needed, allotted + needed
-            reading.append(operation)
-    prefetches.answers = [operation for operation in queued if operation not in taken]
-    if taken:
+            coming.update(operation.hash_value)
+    prefetches.answers = [*filterfalse(taken.__contains__, queued)] if taken else queued
+    if taken and prefetches.answers:
         with answers.mutex:
-            for place, operation in enumerate([*taken, *prefetches.answers]):
-                answers.queue[place] = operation
-    if cache.prefetch_stop_policy == "timeout":
-        for operation in prefetches.answers:  # they are not read yet
-            restart_timeout(cache, operation)
+            all_answers = answers.queue
+            others = [*all_answers][answered:]
+            all_answers.clear()
+            all_answers.extend([*taken, *prefetches.answers, *others])
     prefetches.short_of_room = short
     return len(taken)
 
@@ -104,78 +106,69 @@ def _is_idle() -> bool:
     return all(batch is None or batch.is_empty() for batch in batches)
 
 
-def _releasable(prefetches: Prefetches) -> int:
-    """Tokens that are let go of even if no answer is taken now: they wait for batches only."""
-    if prefetches.releasable is None:
-        held, most = prefetches.held, dict[Any, int]()
-        queue = prefetches.scheduler.waiting_queue
-        for one in [held[request.rid] for request in queue if request.rid in held]:
-            if one.operation is None or one.operation in prefetches.reading:
-                node = one.request.last_host_node
-                most[node] = max(one.tokens, most.get(node, 0))
-        prefetches.releasable = sum(most.values())
-    return prefetches.releasable
-
-
-def _tokens_to_read(cache: Any, operation: Any, reading: Sequence[Any], short: bool) -> int | None:
-    """Tokens that HiCache would read for an answer. None: another prefetch reads the first ones."""
+def _tokens_to_read(cache: Any, operation: Any, coming: Container[str]) -> int | None:
+    """Tokens that HiCache would read for an answer. None: another prefetch reads the first page,
+    now or from this turn on, as those do whose keys are ``coming``."""
     info, tokens = cache.ongoing_prefetch.get(operation.handle), int(operation.storage_hit_count)
     wanted = info is not None and info.operation is operation and not operation.is_terminated()
     if not wanted or tokens < cache.prefetch_threshold:
         return 0
-    prefetch = current().prefetches.of(operation)
-    if short and not prefetch.behind:
-        return tokens
-    if any(_note_behind(operation, other, cache.page_size) for other in reading):
+    first, prefetches = operation.hash_value[0], current().prefetches
+    other = prefetches.brought.get(first)
+    if first in coming or (other is not None and other.info is not None):
         return None
-    if prefetch.behind:
+    if other is not None and other.came_behind >= prefetches.of(operation).asked:
         cache.revoke_pending_prefetch(operation.handle)
         cache.storage_prefetch_retries.refetch(operation.handle.rid)
         return 0
     return tokens
 
 
-def _note_behind(operation: Any, other: Any, page: int) -> bool:
-    """True if ``other`` brings the first page of a prefetch."""
-    start = operation.storage_start - other.storage_start
-    first = operation.token_ids.token_ids[:page]
-    behind = start >= 0 and other.token_ids.token_ids[start : start + page] == first
-    if behind:
-        current().prefetches.of(operation).behind = True
-    return behind
-
-
 def came(scheduler: Any, request: Any) -> None:
     """SGLang has looked a new request up, or a waiting one again: hold its prompt."""
-    cache, prefetches = scheduler.tree_cache, current().prefetches
-    _gone(request.rid)
+    cache, prefetches, rid = scheduler.tree_cache, current().prefetches, request.rid
+    known = rid in prefetches.held
+    early = rid in prefetches.early if known else _bootstrapping(scheduler) is not None
+    _gone(rid)
     if not getattr(cache, "enable_storage", False):
         return
     info = cache.ongoing_prefetch.get(request.cache_request_handle)
-    held = Held(request, None if info is None else info.operation)
-    prefetches.held[request.rid], prefetches.queue = held, None
-    if info is not None:
-        prefetches.fetching[request.rid] = held
+    held = prefetches.held[rid] = Held(request, None if info is None else info.operation)
+    if not known:  # SGLang appends it to one of its queues
+        prefetches.line.insert(len(prefetches.line) - (not early), request)
+    if early:
+        prefetches.early[rid] = held
+    elif info is not None:
+        prefetches.fetching[rid] = held
     there, short = request.host_hit_length, prefetches.short_of_room
     if there and not short and prefetches.held_tokens + there <= _room(cache):
         _hold(cache, held)
 
 
+def _bootstrapping(scheduler: Any) -> Any:
+    """Queue of a prefill server's requests that wait for their decode servers; None: no such."""
+    return getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
+
+
 def _hold(cache: Any, held: Held) -> None:
     """Keep what host memory has of a prompt, by its last look-up."""
     node, tokens = held.request.last_host_node, held.request.host_hit_length
+    _let_go(held)
+    if tokens and follows(cache) and cache.is_backuped(node):
+        receipt = cache.inc_host_lock_ref(node).to_dec_params()
+        held.let_go = partial(_unlock, cache, cache.storage_prefetch_retries, node, receipt)
+        held.node, held.tokens = node, tokens
+        current().prefetches.weigh(held)
+
+
+def _let_go(held: Held) -> None:
     if held.let_go is not None:
         held.let_go()
         held.tokens, held.let_go = 0, None
-    if tokens and follows(cache) and cache.is_backuped(node):
-        receipt = cache.inc_host_lock_ref(node).to_dec_params()
-        held.let_go = partial(_let_go, cache, cache.storage_prefetch_retries, node, receipt)
-        held.tokens = tokens
-        current().prefetches.hold(node, tokens)
+        current().prefetches.weigh(held)
 
 
-def _let_go(cache: Any, retries: Any, node: Any, receipt: Any) -> None:
-    current().prefetches.let_go(node)
+def _unlock(cache: Any, retries: Any, node: Any, receipt: Any) -> None:
     if cache.storage_prefetch_retries is retries:  # otherwise a flush has emptied the tree
         cache.dec_host_lock_ref(node, receipt)
 
@@ -183,15 +176,24 @@ def _let_go(cache: Any, retries: Any, node: Any, receipt: Any) -> None:
 def left() -> None:
     """Before HiCache's part of a turn: what does not wait any more lets go of its prompt."""
     prefetches = current().prefetches
-    if prefetches.held:
-        bootstrap = getattr(prefetches.scheduler, "disagg_prefill_bootstrap_queue", None)
-        queued = [*prefetches.scheduler.waiting_queue]
-        queued += () if bootstrap is None else bootstrap.queue
-        if queued != prefetches.queue:
-            prefetches.queue, prefetches.releasable = queued, None
-            waiting = {request.rid for request in queued}
-            for rid in [rid for rid in prefetches.held if rid not in waiting]:
-                _gone(rid)
+    if not prefetches.held:
+        return
+    waiting, early = prefetches.scheduler.waiting_queue, _bootstrapping(prefetches.scheduler)
+    lists = prefetches.line, [*waiting, None, *(() if early is None else early.queue)]
+    before, prefetches.line = lists
+    if before != prefetches.line:
+        # Only what is between their common beginning and end: SGLang changes long lists anywhere.
+        most = min(map(len, lists))
+        pairs = zip(*lists, strict=False), zip(*map(reversed, lists), strict=False)
+        first, last = (next(compress(count(), starmap(is_not, each)), most) for each in pairs)
+        went, others = (one[first : len(one) - min(last, most - first)] for one in lists)
+        there = {one.rid: place for place, one in enumerate(others, first) if one is not None}
+        for rid in prefetches.early.keys() & there.keys():
+            if there[rid] < len(waiting):
+                prefetches.queued(rid)
+        for one in went:
+            if one is not None and one.rid not in there:
+                _gone(one.rid)
 
 
 def fetched(cache: Any) -> None:
@@ -201,12 +203,10 @@ def fetched(cache: Any) -> None:
         if prefetch.info is not None or held is None or held.operation is not operation:
             continue
         held.operation = None
+        current().prefetches.weigh(held)
         held.computed = 0 if meeting is None else meeting.front * cache.page_size
         held.read += max(0, operation.completed_tokens - held.computed)
         if operation.completed_tokens:
-            for info in cache.ongoing_prefetch.values():
-                if info.operation.host_indices is None:
-                    _note_behind(info.operation, operation, cache.page_size)
             held.request.init_next_round_input(cache, cow_mamba=False)  # SGLang's look-up
             _hold(cache, held)
 
@@ -225,7 +225,7 @@ def _gone(rid: str) -> None:
     prefetches = current().prefetches
     held = prefetches.held.pop(rid, None)
     prefetches.fetching.pop(rid, None)
+    prefetches.early.pop(rid, None)
     if held is not None:
         metrics.L3_TOKENS.add(unused=held.read)
-        if held.let_go is not None:
-            held.let_go()
+        _let_go(held)

@@ -50,7 +50,8 @@ class Asked(Operation):
 class Crowd:
     """A server on which requests wait; none is admitted."""
 
-    def __init__(self, hits: int = 0) -> None:
+    def __init__(self, hits: int = 0, *, early: bool = False) -> None:
+        """``hits`` requests come; ``early`` ones wait for their decode servers first."""
         state = unconfigured_runtime()
         runtimes._runtime = state
         state.judge(None, "test", 1.0)
@@ -98,6 +99,7 @@ class Crowd:
             dec_host_lock_ref=lambda node, receipt: None,
             evict_host=lambda tokens: None,
             _all_reduce_attn_groups=lambda numbers, operation: None,
+            _storage_prefetch_wait={},
         )
         nothing = SimpleNamespace(reqs=[], is_empty=lambda: True)
         self.scheduler = SimpleNamespace(
@@ -107,6 +109,11 @@ class Crowd:
             last_batch=None,
             chunked_req=None,
         )
+        self.comes_to = self.scheduler.waiting_queue
+        if early:
+            self.comes_to = []
+            queue = SimpleNamespace(queue=self.comes_to)
+            self.scheduler.disagg_prefill_bootstrap_queue = queue
         for _ in range(hits):
             self.receive()
 
@@ -119,6 +126,7 @@ class Crowd:
             storage_prefetch_retry_attempts=0,
             last_host_node=self.number,
             host_hit_length=PAGE,
+            init_next_round_input=lambda cache, cow_mamba: None,
         )
 
         def ask(cache: Any, handle: Any, last_host_node_id: int, new_input_tokens: Any) -> None:
@@ -129,23 +137,35 @@ class Crowd:
             radix_cache.around_prefetch(ask, self.cache, operation.handle, self.number, ids)
 
         scheduler.around_received(prefetch, self.scheduler, request)
-        self.scheduler.waiting_queue.append(request)
+        self.comes_to.append(request)
 
-    def answer(self, *, reads: bool = True) -> None:
-        """L3 has the hits of all that wait; HiCache reads them, or has no room for them."""
-        for handle, info in list(self.cache.ongoing_prefetch.items()):
-            operation = info.operation
+    def answer(self, reads: int | None = None) -> None:
+        """L3 has the hits of all that wait. HiCache reads ``reads`` of them (None: all), and has no
+        room for others."""
+        waiting = [info.operation for info in self.cache.ongoing_prefetch.values()]
+        unread = [operation for operation in waiting if operation.host_indices is None]
+        for place, operation in enumerate(unread):
             self.gate.gpu.wanted = True  # otherwise a hit far behind is computed
             assert self.gate.takes(self.gate.prefetches.of(operation), TOKENS, TOKENS) == TOKENS
-            if reads:
-                operation.host_indices = operation.indices
-                self.cache.ongoing_prefetch[handle] = Info(operation, operation.indices)
+            if reads is None or place < reads:
+                self.read(operation)
             else:
                 self.controller.prefetch_hit_queue.put(operation)
         self.gate.gpu.wanted = False
-        if not reads:
+        if reads is not None:
             self.controller.mem_pool_host.available_size = lambda: 0
             self.scheduler.running_batch.is_empty = lambda: False
+
+    def read(self, operation: Asked) -> None:
+        """HiCache gives a hit host pages."""
+        operation.host_indices = operation.indices
+        self.cache.ongoing_prefetch[operation.handle] = Info(operation, operation.indices)
+
+    def ends(self) -> None:
+        """The first prefetch is over, with all of its hit."""
+        handle, info = next(iter(self.cache.ongoing_prefetch.items()))
+        info.operation.completed_tokens = TOKENS
+        del self.cache.ongoing_prefetch[handle]
 
     def arrived(self, pages: int) -> None:
         """So many pages of the first hit are there, on all ranks."""
@@ -156,14 +176,19 @@ class Crowd:
 
     def abort(self, place: int) -> None:
         """A waiting request is aborted."""
-        request = self.scheduler.waiting_queue.pop(place)
+        request = self.comes_to.pop(place)
         del self.cache.ongoing_prefetch[request.cache_request_handle]
 
     def turn(self) -> None:
         def events(cache: Any) -> None:
             answered, acks = self.controller.prefetch_hit_queue, self.controller.ack_prefetch_queue
             counts = answered.qsize(), acks.qsize()
-            radix_cache.around_drain(lambda *_: acks.queue.clear(), cache, *counts, None)
+            radix_cache.around_drain(drain, cache, *counts, None)
+
+        def drain(cache: Any, answers: int, reports: int, *_: Any) -> None:
+            for _ in range(answers):
+                self.read(self.controller.prefetch_hit_queue.get())
+            self.controller.ack_prefetch_queue.queue.clear()
 
         radix_cache.around_turn(events, self.cache)
 
@@ -191,7 +216,7 @@ def main() -> None:
             reading.turn()
         turn = microseconds(reading.turn, times)
         waiting = Crowd(hits)
-        waiting.answer(reads=False)
+        waiting.answer(reads=0)
         waiting.turn()
         room = microseconds(waiting.turn, times)
         print(f"| {hits:,} | {turn:,.0f} | {room:,.0f} | {comes:,.0f} |", flush=True)

@@ -1,5 +1,6 @@
 """Which answers of L3 HiCache may take, and what waiting requests hold of their prompts."""
 
+import time
 from queue import Queue
 from threading import Timer
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import CacheRequestHandle
-from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from hcache_backend.prefetch.prefetch import Held, Prefetches
 from hcache_backend.sglang import waiting
@@ -22,8 +23,9 @@ class Operation:
     def __init__(self, name: str, tokens: int, first: int, start: int = 0) -> None:
         self.handle = CacheRequestHandle(name, 0)
         self.request_id = name
-        self.storage_hit_count, self.storage_start = tokens, start
-        self.token_ids = RadixKey([*range(first, first + tokens)])
+        self.storage_hit_count = self.stats_requested_tokens = tokens
+        pages = range(0, tokens, PAGE)
+        self.hash_value = [f"{first + page} at {start + page}" for page in pages]
         self.host_indices: Any = None
         self.pool_transfers: Any = None
         self.completed_tokens, self.start_time = 0, 0.0
@@ -39,7 +41,7 @@ class Cache:
     page_size, prefetch_threshold, is_write_back = PAGE, PAGE, False
     prefetch_stop_policy = "timeout"
     enable_storage, storage_prefetch_retries = True, None
-    _storage_prefetch_wait: dict[Any, Any]
+    prefetch_timeout_base = prefetch_timeout_per_page = 0.0
     prefetches: Prefetches
 
     free, evictable = HOST, 0
@@ -48,6 +50,7 @@ class Cache:
         self.ongoing_prefetch: dict[Any, Any] = {}
         self.asked_again: list[str] = []
         self.unlocked: list[int] = []
+        self._storage_prefetch_wait: dict[Any, Any] = {}
         self.storage_prefetch_retries = SimpleNamespace(refetch=self.asked_again.append)
         self.cache_controller = SimpleNamespace(
             prefetch_hit_queue=Queue(),
@@ -85,6 +88,14 @@ class Cache:
         for operation in operations:
             self.ongoing_prefetch[operation.handle] = SimpleNamespace(operation=operation)
             self.cache_controller.prefetch_hit_queue.put(operation)
+
+    def timed_out(self, operation: Operation) -> bool:
+        """What SGLang's cache finds when it polls a prefetch."""
+        theirs: Any = UnifiedRadixCache
+        if not hasattr(theirs, "_start_storage_prefetch_wait"):  # before 0.5.23
+            return bool(theirs._prefetch_timeout_check_linear_func(self, operation))
+        theirs._start_storage_prefetch_wait(self, operation)
+        return bool(theirs._prefetch_deadline_expired(self, operation))
 
     def looked_at(self) -> None:
         """A turn is at the point behind HiCache's part."""
@@ -130,14 +141,27 @@ def busy() -> Any:
 def test_answers_are_taken_in_order_as_far_as_half_of_host_memory(cache: Cache) -> None:
     operations = [Operation(str(n), 320, 1000 * n) for n in range(5)]
     cache.answer(*operations, Operation("nothing", 0, 9000))
-    cache._storage_prefetch_wait = {operation.handle: None for operation in operations}
     assert cache.take() == ["0", "1", "nothing"], "no answer overtakes one that waits for room"
     assert cache.take() == []
-    assert all(operation.start_time for operation in operations[2:]), "no timeout runs"
-    assert [*cache._storage_prefetch_wait] == [operations[0].handle, operations[1].handle]
     del cache.ongoing_prefetch[operations[0].handle]
     cache.free += 320
     assert cache.take() == ["2"]
+
+
+def test_no_timeout_runs_while_an_answer_waits_for_room(cache: Cache) -> None:
+    """SGLang polls a prefetch whenever its request could be admitted."""
+    operations = [Operation(str(n), 320, 1000 * n) for n in range(4)]
+    cache.answer(*operations)
+    assert [cache.timed_out(one) for one in operations] == [True] * 4
+    for _ in range(2):
+        cache.take()
+        assert [cache.timed_out(one) for one in operations] == [True, True, False, False]
+    del cache.ongoing_prefetch[operations[0].handle]
+    cache.free += 320
+    begin = time.monotonic()
+    assert cache.take() == ["2"]
+    assert begin <= operations[2].start_time <= time.monotonic()
+    assert [cache.timed_out(one) for one in operations[1:]] == [True, True, False]
 
 
 def test_many_answers_wait_for_room_in_their_order(cache: Cache) -> None:
@@ -178,17 +202,25 @@ def test_nothing_overtakes_an_answer_that_no_turn_looks_at(cache: Cache) -> None
 def test_requests_that_wait_for_their_decode_server_do_not_wait_for_the_gpu(cache: Cache) -> None:
     first, other = waiting_request("a"), waiting_request("b")
     cache.answer(Operation("a", 320, 0))
+    early = cache.scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[])
     waiting.came(cache.scheduler, first)
     waiting.came(cache.scheduler, other)
-    early = cache.scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[first, other])
-    waits = cache.prefetches.waits_for_gpu
-    assert not waits()
-    early.queue, cache.scheduler.waiting_queue = [first], [other]
-    assert waits()
-    early.queue, cache.scheduler.waiting_queue = [other], [first]
-    assert not waits()
+
+    def waits(early_ones: list[Any], queued: list[Any]) -> bool:
+        early.queue, cache.scheduler.waiting_queue = early_ones, queued
+        waiting.left()
+        return cache.prefetches.waits_for_gpu()
+
+    assert not waits([first, other], [])
+    assert waits([first], [other])
+    assert not waits([], [first])
+    assert cache.held.keys() == {"a"}
+    waiting.came(cache.scheduler, first)
+    assert not waits([], [first]), "it waits for another try to prefetch"
     cache.revoke_pending_prefetch(first.cache_request_handle)
-    assert waits()
+    assert waits([], [first])
+    assert not waits([], [])
+    assert cache.held == {}
 
 
 def test_a_hit_waits_for_room_and_is_read_in_part_if_nothing_gives_any(cache: Cache) -> None:
@@ -256,9 +288,17 @@ def test_a_prompt_that_many_requests_share_counts_once(cache: Cache) -> None:
 
 
 def test_hits_do_not_wait_for_a_decode_server(cache: Cache) -> None:
-    waiting.came(cache.scheduler, waiting_request("bootstrapping", HOST // 2))
+    early = cache.scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[])
+    request = waiting_request("bootstrapping", HOST // 2)
+    waiting.came(cache.scheduler, request)
+    early.queue = [request]
+    waiting.left()
     cache.answer(Operation("a", 320, 0))
     assert cache.take() == ["a"]
+    early.queue, cache.scheduler.waiting_queue = [], [request]
+    waiting.left()
+    cache.answer(Operation("b", 320, 1000))
+    assert cache.take() == [], "a batch will give room"
 
 
 def test_what_another_prefetch_brings_is_not_read_again(cache: Cache) -> None:
@@ -267,9 +307,40 @@ def test_what_another_prefetch_brings_is_not_read_again(cache: Cache) -> None:
     assert cache.take() == ["a", "c"]
     assert cache.take() == []
     assert cache.asked_again == []
+    first.completed_tokens = 320
     del cache.ongoing_prefetch[first.handle]
     assert cache.take() == ["b"], "which HiCache drops, because nobody waits for it"
     assert cache.asked_again == ["b"]
+
+
+def test_l3_is_asked_again_behind_what_came_before_its_answer(cache: Cache) -> None:
+    """The pages are in host memory, and the request was looked up before they came."""
+    first, early, behind, late = (
+        Operation(name, tokens, at, at)
+        for name, tokens, at in (("a", 320, 0), ("b", 320, 0), ("c", 160, 160), ("d", 320, 0))
+    )
+    cache.answer(first)
+    assert cache.take() == ["a"]
+    for one in (early, behind):
+        cache.ongoing_prefetch[one.handle] = SimpleNamespace(operation=one)
+    first.completed_tokens = 320
+    del cache.ongoing_prefetch[first.handle]
+    for one in (early, behind):
+        cache.cache_controller.prefetch_hit_queue.put(one)
+    cache.answer(late)  # host memory has lost them since
+    assert cache.take() == ["b", "c", "d"]
+    assert cache.asked_again == ["b", "c"]
+    assert [*cache.ongoing_prefetch] == [late.handle]
+
+
+def test_a_prefetch_that_brought_nothing_leaves_its_pages_to_the_next_one(cache: Cache) -> None:
+    first, second = Operation("a", 320, 0), Operation("b", 320, 0)
+    cache.answer(first, second)
+    assert cache.take() == ["a"]
+    del cache.ongoing_prefetch[first.handle]
+    assert cache.take() == ["b"]
+    assert cache.asked_again == []
+    assert [*cache.ongoing_prefetch] == [second.handle]
 
 
 def test_a_waiting_request_holds_its_prompt_until_it_waits_no_more(cache: Cache) -> None:
@@ -332,8 +403,8 @@ def test_nothing_is_let_go_of_in_a_tree_that_was_emptied(cache: Cache) -> None:
 
 
 def test_new_prompts_are_held_only_if_no_hit_waits_for_room(cache: Cache) -> None:
-    cache.scheduler.waiting_queue = [large := waiting_request("large")]
-    cache.held["large"] = Held(large, tokens=HOST // 2)
+    cache.scheduler.waiting_queue = [large := waiting_request("large", HOST // 2)]
+    waiting.came(cache.scheduler, large)
     cache.answer(Operation("a", 320, 0))
     assert cache.take() == []
     waiting.came(cache.scheduler, waiting_request("b", 9))
