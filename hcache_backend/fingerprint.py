@@ -93,17 +93,15 @@ def namespace(fields: Mapping[str, object]) -> bytes:
 
 @torch.no_grad()
 def _digest(name: str, tensor: torch.Tensor, by_column: bool) -> TensorDigest:
-    exact = rows = start = 0
-    row = 1
+    totals, start, row = torch.zeros(2, dtype=torch.int64, device=tensor.device), 0, 1
     for chunk in _chunks(tensor.detach(), by_column):
         row = chunk.shape[1]
         sums = _row_sums(chunk)
         place = torch.arange(start, start + len(sums), device=sums.device)
-        exact += int((sums * (place * _MIX_B | 1)).sum())
-        rows += int(sums.sum())
+        totals += torch.stack(((sums * (place * _MIX_B | 1)).sum(), sums.sum()))
         start += len(sums)
-    digests = exact % (1 << 64), rows % (1 << 64)
-    return TensorDigest(name, str(tensor.dtype), tuple(tensor.shape), row, *digests)
+    exact, rows = (total % (1 << 64) for total in totals.tolist())  # the one wait for the device
+    return TensorDigest(name, str(tensor.dtype), tuple(tensor.shape), row, exact, rows)
 
 
 def _chunks(tensor: torch.Tensor, by_column: bool) -> Iterator[torch.Tensor]:
@@ -116,8 +114,9 @@ def _chunks(tensor: torch.Tensor, by_column: bool) -> Iterator[torch.Tensor]:
         matrices = (matrix.t() for matrix in tensor.reshape(-1, *tensor.shape[-2:]))
     else:
         matrices = [tensor.reshape(-1, tensor.shape[-1])]
+    most = _CHUNK * (4 if tensor.is_cuda else 1)  # a GPU reads many in the time of a launch
     for matrix in matrices:
-        yield from matrix.split(max(1, _CHUNK // matrix.shape[1]))
+        yield from matrix.split(max(1, most // matrix.shape[1]))
 
 
 def _row_sums(rows: torch.Tensor) -> torch.Tensor:

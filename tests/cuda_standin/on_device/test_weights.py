@@ -1,0 +1,29 @@
+"""Digests of weights on a GPU: those of a CPU, and the host waits once for a tensor."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from hcache_backend import fingerprint
+from hcache_backend.fingerprint import digest_tensors
+from tests.cuda_standin.device import CUDA
+
+
+@pytest.mark.parametrize("by_column", [(), ("matrix",)])
+def test_weights_on_a_gpu_are_digested_in_large_parts_and_read_once(
+    by_column: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "_CHUNK", 16)
+    weights = {"matrix": torch.randn(32, 8), "vector": torch.randn(64), "none": torch.zeros(0)}
+    here = digest_tensors(weights.items(), by_column)
+    parts, sums_of = list[int](), fingerprint._row_sums
+    monkeypatch.setattr(fingerprint, "_row_sums", lambda r: parts.append(r.numel()) or sums_of(r))
+    waits, current = list[Any](), torch.cuda.current_stream()
+    drain = current.drain
+    monkeypatch.setattr(current, "drain", lambda *until: waits.append(until) or drain(*until))
+    moved = {name: weight.to(CUDA) for name, weight in weights.items()}
+    waits.clear()
+    assert digest_tensors(moved.items(), by_column) == here
+    assert len(waits) == len(weights)
+    assert set(parts) == {64}
