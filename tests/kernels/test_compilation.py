@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton
 
-from hcache_kernels.codecs import Cut, make_codec, make_segment_codec
+from hcache_kernels.codecs import KV, LATENT, Cut, make_codec, make_segment_codec
 from hcache_kernels.launch import Launch
 from hcache_kernels.pages import kernel as page_kernels
 from hcache_kernels.pages.kernel import LayerTable
@@ -211,9 +211,11 @@ def layers_of(planes: Sequence[torch.Tensor], count: int = 32) -> LayerTable:
     return LayerTable(tuple(planes), ids(4 * count)[2 * count :].view(-1, 2), ids(count), 16)
 
 
-def layers_launch(name: str, decode: bool, cut: Cut, dim: int, dtype: torch.dtype) -> Launch:
-    codec, size = make_segment_codec(name, cut, dim, dtype), cut.tokens * cut.pieces
-    planes = [empty(N, cut.units * cut.values // dim, dim, dtype=dtype)] * 2
+def layers_launch(
+    name: str, decode: bool, cut: Cut, dim: int, dtype: torch.dtype, kind: str = KV
+) -> Launch:
+    codec, size = make_segment_codec(name, cut, dim, dtype, kind), cut.tokens * cut.pieces
+    planes = [empty(N, cut.units * cut.values // dim, dim, dtype=dtype)] * len(kind)
     slots, length, table = ids(N * size), codec.segment_bytes, layers_of(planes)
     if decode:
         return codec.decode_launch(empty(32, N, length), planes, slots, table)
@@ -276,6 +278,11 @@ def transfer_jobs(capability: tuple[int, int]) -> Jobs:
                 f"{'decode' if decode else 'encode'} layers, {codec} {name(dtype)}",
                 partial(layers_launch, codec, decode, cut, dim, dtype),
             )
+    for decode in (False, True):
+        yield (
+            f"{'decode' if decode else 'encode'} layers, exp4, latents of 8 ranks",
+            partial(layers_launch, "exp4", decode, Cut(576, 8), 576, torch.bfloat16, LATENT),
+        )
     for groups in (1, 4):
         for save in (False, True):
             way = "save" if save else "load"

@@ -24,6 +24,7 @@ from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.ranks import Refused, all_or_none
 from hcache_backend.sglang import compat, hook_registry, hooks, passes
 from hcache_backend.start import attach, build, capabilities, machine, page_plan
+from hcache_backend.start.capabilities import EAGER, Server, refusal
 from tests.engine.in_process.start.servers import server
 from tests.engine.in_process.storage_config import server_args
 from tests.unit.partition.pipelines import public_model
@@ -270,6 +271,35 @@ def test_ranks_whose_hidden_states_differ_share_none(
     monkeypatch.setattr(page_plan, "attention_ranks", lambda: ranks)
     with pytest.raises(Refused, match=reason) if reason else nullcontext():
         assert page_plan.make_exchange("hidden states", [torch.zeros(2, 8)], 16) is exchange
+
+
+@pytest.mark.parametrize(
+    ("arguments", "page", "exchanges"),
+    [
+        ({"tp_size": 2}, 16, True),
+        ({"tp_size": 2}, 12, False),  # eight does not divide it: whole pages
+        ({"tp_size": 4, "enable_dp_attention": True, "dp_size": 2}, 16, False),
+        ({"tp_size": 4, "attn_dp_size": 2}, 16, False),
+    ],
+)
+def test_latents_that_nobody_exchanges_are_restored_while_l3_is_read(
+    arguments: Any, page: int, exchanges: bool, monkeypatch: MonkeyPatch
+) -> None:
+    runtime, pool = server(**arguments)
+    vars(pool).update(page_size=page, layer_num=1, kv_lora_rank=8)
+    pool.kv_buffer = [torch.zeros(64, 1, 8)]
+    ranks: Any = SimpleNamespace(rank_in_group=0, world_size=2, ranks=[0, 1])
+    ranks.all_gather_object = lambda own: [own, own]
+    exchange = SimpleNamespace(check=lambda device: None)
+    monkeypatch.setattr(page_plan, "Exchange", SimpleNamespace(between=lambda *_: exchange))
+    monkeypatch.setattr(page_plan, "attention_ranks", lambda: ranks)
+    monkeypatch.setattr(build, "install", lambda hooks: None)
+    start: Any = SimpleNamespace(_kvcache=pool, server=Server(runtime, pool))
+    start.step, start._written = lambda work, *given: work(*given), lambda: torch.arange(page)
+    found = build.Start._latent_exchange(start, ranks.world_size)
+    assert (found is exchange, found is None) == (exchanges, not exchanges)
+    reason = refusal(EAGER, replace(start.server, exchanges=found is not None))
+    assert (reason is None) is not exchanges
 
 
 @pytest.mark.parametrize(
