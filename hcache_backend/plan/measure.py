@@ -30,7 +30,7 @@ from hcache_backend.plan.profile import OPERATIONS, Profile, Rate, processor_nam
 from hcache_backend.store import FileOps, best_file_ops
 from hcache_backend.store.file_ops import FOLDER, PageIO, move_all, probe_alignment
 from hcache_backend.store.folder import existing_part
-from hcache_backend.streams import current_stream, gpu_name, host_tensor, release_memory
+from hcache_backend.streams import current_stream, gpu_name, host_tensor
 from hcache_kernels.pages import gather_pages, gather_planes
 
 logger = logging.getLogger("hcache")
@@ -210,7 +210,6 @@ def measure(
         for operation in OPERATIONS:
             begin(operation)
             points[operation] = bench.points(operation)
-    release_memory(bench.device)  # gigabytes, for the products of large models
     rates: dict[str, Any] = {operation: fit(found) for operation, found in points.items()}
     times = {name: tuple((p.tokens, p.seconds) for p in found) for name, found in points.items()}
     return Profile(

@@ -204,7 +204,7 @@ def leave_report(joined: Joined[Any], storage_config: HiCacheStorageConfig) -> N
             write_report(folder, report)
         if runtime.kept_profile is not None:  # for the next start
             name, profile = runtime.kept_profile
-            if not (folders[0] / name).exists():
+            if profile.l3 is not None and not (folders[0] / name).exists():
                 profile.save(folders[0] / name)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.format.page import hidden_layer
@@ -27,6 +28,7 @@ from hcache_backend.sglang.groups import attention_ranks, from_all_ranks, or_sto
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start import page_plan
 from hcache_backend.start.capabilities import EAGER, JUDGING, Server, refusal
+from hcache_backend.streams import release_memory
 
 # tokens in host memory for each on the device, which is not evicted: prefetches have the others
 _LEAST_HOST_SHARE = 1.5
@@ -92,10 +94,9 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
             decision = _fastest_partition(restore, tokens, l3, leaves_room)
         else:
             hidden = Partition(0, layers, 0)
-            smaller = layers * row_bytes < CLEARLY_LESS * kv_bytes
-            smaller = smaller and (not alone or leaves_room(hidden))
+            smaller, fits = layers * row_bytes < CLEARLY_LESS * kv_bytes, leaves_room(hidden)
             reason = "hidden states where they are smaller than K and V"
-            decision = (hidden if smaller else every_kv), reason
+            decision = (hidden if smaller and (fits or not alone) else every_kv), reason
         logger.debug("hcache: partition: %s; %s", describe(decision[0]), decision[1])
     if recorded is None and ours:
         partition, reason = decision
@@ -183,9 +184,8 @@ def find_profile(
         return runtime.kept_profile[1]
     for path in filter(Path.is_file, (folder / file for folder in config.dirs)):
         try:
-            kept = load_profile(path)
-            logger.debug("hcache: partition: using the profile in %s", path)
-            return kept
+            logger.debug("hcache: partition: the profile in %s is used", path)
+            return load_profile(path)
         except ConfigError as error:
             logger.warning("hcache: %s", error)
     try:
@@ -193,6 +193,8 @@ def find_profile(
     except Exception as error:  # no room on the device, or a shape that cannot be run
         logger.warning("hcache: partition: the machine was not measured: %s", error)
         return None
+    finally:
+        release_memory(device)  # gigabytes, for the products of large models
     runtime.kept_profile = (file, profile)
     return profile
 
@@ -202,8 +204,9 @@ def _measure(
 ) -> Profile:
     logger.debug("hcache: partition: measuring a quick profile of this machine")
     l3: Rate | None = None
-    try:
-        l3, _ = read_rate(config, shape, START_SECONDS)
+    try:  # data-parallel groups measure at once, and would share the disk: one does, others learn
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            l3, _ = read_rate(config, shape, START_SECONDS)
     except OSError as error:
         logger.warning("hcache: partition: L3 was not measured: %s", error)
     bench = Bench(shape, device, dtype, START_SECONDS)

@@ -184,15 +184,11 @@ def test_the_measured_layer_computes_what_is_counted(shape: ModelShape) -> None:
         assert counted == amount, operation
 
 
-def test_measuring_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only one rank measures: all ranks must sample the same tokens and have as much memory."""
-    steps: list[object] = []
-    release = "hcache_backend.plan.measure.release_memory"
-    monkeypatch.setattr(release, steps.append)
+def test_measuring_leaves_random_numbers_as_they_were() -> None:
+    """Only one rank measures: all ranks must sample the same tokens."""
     before = torch.get_rng_state()
-    measure(bench(TINY), None, [], begin=steps.append)
+    measure(bench(TINY), None, [])
     assert torch.equal(torch.get_rng_state(), before)
-    assert steps == [*OPERATIONS, CPU]
 
 
 def test_a_measured_profile_plans(tmp_path: Path) -> None:

@@ -19,14 +19,14 @@ from hcache_backend.checks import probe as probe_module
 from hcache_backend.checks import round_trip
 from hcache_backend.checks.probe import Found, LayerSpecs
 from hcache_backend.config import ConfigError, HCacheConfig
-from hcache_backend.plan.profile import preset_profile
+from hcache_backend.plan.profile import Rate, preset_profile
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.ranks import Refused, all_or_none
 from hcache_backend.sglang import compat, hook_registry, hooks, passes
 from hcache_backend.start import attach, build, capabilities, machine, page_plan
 from hcache_backend.start.capabilities import EAGER, Server, refusal
 from tests.engine.in_process.start.servers import server
-from tests.engine.in_process.storage_config import server_args
+from tests.engine.in_process.storage_config import server_args, storage_config
 from tests.unit.partition.pipelines import public_model
 
 
@@ -414,11 +414,62 @@ def test_a_profile_that_is_unusable_is_measured_anew(
     assert "is no profile" in caplog.text and "was not measured: no room" in caplog.text
 
 
-def test_an_l3_that_cannot_be_measured_is_left_out(monkeypatch: MonkeyPatch, caplog: Any) -> None:
-    monkeypatch.setattr(machine, "read_rate", failing(OSError("an error")))
+@pytest.mark.parametrize("fails", [False, True])
+def test_measuring_leaves_no_memory_behind(
+    fails: bool, runtime: Any, tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    """One rank measures, some starts do not: all must find as much memory."""
+    weights = list[weakref.ref[torch.Tensor]]()
+
+    def measure(*_: Any) -> str:
+        made = torch.zeros(3)
+        weights.append(weakref.ref(made))
+        if fails:
+            raise torch.OutOfMemoryError("no room")
+        return "a profile"
+
+    released = list[Any]()
+    monkeypatch.setattr(machine, "_measure", measure)
+    monkeypatch.setattr(machine.logger, "warning", lambda *_: None)  # pytest's keeps the error
+    monkeypatch.setattr(
+        machine, "release_memory", lambda device: released.append((device, weights[0]()))
+    )
+    runtime.runner = SimpleNamespace(dtype=torch.float32)
+    shape: Any = SimpleNamespace(model_dump_json=lambda **_: "{}")
+    kvcache: Any = SimpleNamespace(device="cpu")
+    machine.find_profile(runtime, HCacheConfig(dirs=(tmp_path,)), kvcache, shape)
+    assert released == [(torch.device("cpu"), None)]
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "found"),
+    [(None, None, "rate"), (0, None, "rate"), (3, None, None), (0, OSError("an error"), None)],
+)
+def test_one_rank_measures_l3_if_it_can(
+    rank: int | None, error: Any, found: Any, monkeypatch: MonkeyPatch, caplog: Any
+) -> None:
+    """All data-parallel groups measure at once: each would find its part of the disk's speed."""
+    monkeypatch.setattr(machine.dist, "is_initialized", lambda: rank is not None)
+    monkeypatch.setattr(machine.dist, "get_rank", lambda: rank)
+    read = failing(error) if error else lambda *_: ("rate", True)
+    monkeypatch.setattr(machine, "read_rate", read)
     monkeypatch.setattr(machine, "measure", lambda bench, l3, *_, **__: l3)
-    found = machine._measure(HCacheConfig(), None, torch.device("cpu"), torch.float32)
-    assert found is None and "L3 was not measured: an error" in caplog.text
+    args: Any = HCacheConfig(), None, torch.device("cpu"), torch.float32
+    assert machine._measure(*args) == found
+    assert ("L3 was not measured: an error" in caplog.text) is bool(error)
+
+
+@pytest.mark.parametrize("l3", [None, Rate(per_second=1e9)])
+def test_a_profile_without_l3_is_not_kept(
+    l3: Rate | None, runtime: Any, tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    """Later starts would not measure it either."""
+    monkeypatch.setattr(attach, "write_report", lambda *_: None)
+    monkeypatch.setattr(type(runtime), "report", lambda _: SimpleNamespace(model_copy=dict))
+    runtime.kept_profile = "profile.json", preset_profile("h100").model_copy(update={"l3": l3})
+    joined: Any = SimpleNamespace(runtime=runtime, config=HCacheConfig(dirs=(tmp_path,)))
+    attach.leave_report(joined, storage_config(tmp_path))
+    assert (tmp_path / "profile.json").exists() is (l3 is not None)
 
 
 @pytest.mark.parametrize("missing", [None, "a hook is missing"])
