@@ -326,16 +326,17 @@ class Door:
     """Source of all streams: CUDA's on a GPU, threads on a CPU. Methods are the functions above."""
 
     def __init__(self) -> None:
-        self._ours: dict[int, str] = {}  # names of CUDA's streams, by handle
+        self._named: dict[str, torch.cuda.Stream] = {}  # CUDA's: a name is one stream
+        self._ours: dict[int, str] = {}  # their names, by handle
 
     def new_stream(self, device: torch.device, name: str, *, in_turn: bool = False) -> Stream:
         if device.type == "cuda":
-            # No priority is below forward passes: SGLang's streams have 0 too (0.5.21 to 0.5.23),
-            # CUDA's lowest. A restore delays them by the length of its launches at most, which
-            # plan.restore.CHUNK_TOKENS bounds.
-            stream = torch.cuda.Stream(device, priority=0)
-            self._ours[stream.cuda_stream] = name
-            return _CudaStream(stream)
+            # No priority is below forward passes: SGLang's streams have CUDA's lowest, 0, too. A
+            # restore delays them by the length of its launches, which CHUNK_TOKENS bounds.
+            if name not in self._named:
+                self._named[name] = stream = torch.cuda.Stream(device, priority=0)
+                self._ours[stream.cuda_stream] = name
+            return _CudaStream(self._named[name])
         return CallerStream() if in_turn else WorkerStream(name)
 
     def current_stream(self, device: torch.device) -> Stream:
