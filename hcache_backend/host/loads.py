@@ -239,8 +239,8 @@ class LoadQueue:
         return TokenSpan(span.token_ids[start:stop], torch.cat((span.prefix, slots[:start])))
 
     def _slots(self, slots: torch.Tensor, pages: npt.NDArray[np.bool_]) -> torch.Tensor:
-        by_page = slots.split(self._layout.page_size)
-        return torch.cat([slots[:0], *(by_page[i] for i in np.flatnonzero(pages).tolist())])
+        chosen = to_device(np.flatnonzero(pages), slots.device)
+        return slots.view(-1, self._layout.page_size).index_select(0, chosen).view(-1)
 
 
 def runs(numbers: Sequence[int]) -> Iterator[range]:
