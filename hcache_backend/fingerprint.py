@@ -13,7 +13,7 @@ import xxhash
 
 from hcache_backend.format.envelope import NAMESPACE_BYTES
 
-_CHUNK = 1 << 21
+_VALUES, GPU_VALUES = 1 << 21, 1 << 23  # digested at once: a GPU is slowed by launches
 _MIX_A = -7046029254386353131  # odd 64-bit constants of the golden ratio and of splitmix64
 _MIX_B = -4658895280553007687
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -114,7 +114,7 @@ def _chunks(tensor: torch.Tensor, by_column: bool) -> Iterator[torch.Tensor]:
         matrices = (matrix.t() for matrix in tensor.reshape(-1, *tensor.shape[-2:]))
     else:
         matrices = [tensor.reshape(-1, tensor.shape[-1])]
-    most = _CHUNK * (4 if tensor.is_cuda else 1)  # a GPU reads many in the time of a launch
+    most = GPU_VALUES if tensor.is_cuda else _VALUES
     for matrix in matrices:
         yield from matrix.split(max(1, most // matrix.shape[1]))
 

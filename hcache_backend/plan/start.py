@@ -9,11 +9,11 @@ from hcache_backend.plan.model_config import Model
 from hcache_backend.plan.plan import PartitionPlan
 from hcache_backend.plan.profile import OPERATIONS, START_SECONDS
 
-DIGESTED_VALUES = 1 << 21  # of the weights, in one piece of fingerprint.digest_tensors
-DIGEST_LAUNCHES, DIGEST_WAITS = 22, 2  # of a piece
+DIGESTED_VALUES = 1 << 23  # of the weights, in one piece of fingerprint.digest_tensors
+DIGEST_LAUNCHES = 24  # of a piece
 PINNED_PER_SECOND = 1.7e9  # bytes: 100 GB in a minute
-# Seconds, assumed: a launch, a wait for the device, a layer of an eager pass of a few tokens.
-_LAUNCH, _WAIT, _PASS = 6e-6, 15e-6, 0.5e-3
+# Seconds, assumed: a launch, a layer of an eager pass of a few tokens.
+_LAUNCH, _PASS = 6e-6, 0.5e-3
 # Passes of the model: for recomputation the probe, 5 of its own and 3 of ours; 6 more for capture.
 _KV_PASSES, _HIDDEN_PASSES = 9, 6
 # Measured on a processor: a layer's page through the codec's reference; cold compilations.
@@ -36,7 +36,6 @@ def start_steps(plan: PartitionPlan, served: Model, memory: float | None) -> lis
     """Steps of a rank, in their order. ``memory``: bytes of a card; None: it is unknown, and 100 GB
     of host memory are pinned."""
     model, stored, each, once = plan.model, plan.stored, "every start", "first on a store"
-    piece = DIGEST_LAUNCHES * _LAUNCH + DIGEST_WAITS * _WAIT
     exchanged = model.latent is not None and plan.tp > 1  # such ranks recompute nothing
     passes = 1 if exchanged else _KV_PASSES + _HIDDEN_PASSES * bool(stored.hidden)
     encoded = model != model.as_it_is
@@ -47,7 +46,7 @@ def start_steps(plan: PartitionPlan, served: Model, memory: float | None) -> lis
     pieces = served.weights / plan.tp / DIGESTED_VALUES
     checks = stored.layers * (passes * _PASS + _REFERENCE * encoded)
     return [
-        StartStep("digest of the weights", pieces * piece, each),
+        StartStep("digest of the weights", pieces * DIGEST_LAUNCHES * _LAUNCH, each),
         StartStep("self-checks", checks, each),
         StartStep("measured profile", (len(OPERATIONS) + 2) * START_SECONDS, once),
         StartStep("compiled kernels", compiled, "first of a machine"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hcache_backend.projection.exactness import (
+    CODEC_TOLERANCE,
     TOLERANCE,
     Bound,
     Exactness,
@@ -13,6 +14,7 @@ from hcache_backend.projection.exactness import (
     together,
     worst,
 )
+from hcache_kernels.codecs import CODECS, SEGMENT_CODECS
 
 HALVES = (torch.bfloat16, torch.float16)
 NONE = Exactness(values=10_000, unequal=0, ulps=0.0, rms=0.0)
@@ -119,3 +121,9 @@ def test_comparisons_add_up_and_the_worst_is_found() -> None:
     assert worst([one, two]).k.values == 16
     assert str(one) == "K 100% equal, 0 ulp, V 100% equal, 0 ulp"
     assert str(SOME) == "99% equal, 6 ulp"
+
+
+def test_every_codec_has_a_tolerance_and_those_that_lose_nothing_have_none() -> None:
+    """A server that asks for that of another one ends its start."""
+    codecs = {codec.name: codec.lossless for codec in (*CODECS.values(), *SEGMENT_CODECS.values())}
+    assert {name: added == 0 for name, added in CODEC_TOLERANCE.items()} == codecs

@@ -14,7 +14,8 @@ from tests.cuda_standin.device import CUDA
 def test_weights_on_a_gpu_are_digested_in_large_parts_and_read_once(
     by_column: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprint, "_CHUNK", 16)
+    monkeypatch.setattr(fingerprint, "_VALUES", 16)
+    monkeypatch.setattr(fingerprint, "GPU_VALUES", 64)
     weights = {"matrix": torch.randn(32, 8), "vector": torch.randn(64), "none": torch.zeros(0)}
     here = digest_tensors(weights.items(), by_column)
     parts, sums_of = list[int](), fingerprint._row_sums
