@@ -331,8 +331,7 @@ class Door:
 
     def new_stream(self, device: torch.device, name: str, *, in_turn: bool = False) -> Stream:
         if device.type == "cuda":
-            # No priority is below forward passes: SGLang's streams have CUDA's lowest, 0, too. A
-            # restore delays them by the length of its launches, which CHUNK_TOKENS bounds.
+            # SGLang's have CUDA's lowest priority, too: CHUNK_TOKENS bounds how long they wait.
             if name not in self._named:
                 self._named[name] = stream = torch.cuda.Stream(device, priority=0)
                 self._ours[stream.cuda_stream] = name
