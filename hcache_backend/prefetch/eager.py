@@ -189,7 +189,8 @@ class EagerRestores:
         reservation = self._running[prefetch]
         self._reading = [one for one in self._reading if not one[1].copied.query()]
         there = range(start - reservation.first, pages - reservation.first)
-        due = [page.number for page in reservation.waiting() if page.number in there]
+        arrived = reservation.pages[max(0, there.start) : max(0, there.stop)]
+        due = [page.number for page in arrived if page.held and page.restore is None]
         size = len(reservation.pages)
         whole = there.start <= 0 and size <= there.stop
         if not (last or whole) and len(due) < self._at_once(size):

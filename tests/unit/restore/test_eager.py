@@ -8,6 +8,7 @@ from hcache_backend.host.loads import Prepared
 from hcache_backend.prefetch.eager import EagerRestores
 from hcache_backend.streams import StreamFailed
 from tests.kit.prefetch import Restore
+from tests.kit.turns import work
 from tests.unit.restore.eager_device import DEVICE_PAGES, SIZE, Device, pages_of
 
 
@@ -69,6 +70,15 @@ def test_pages_are_restored_once_as_they_arrive_and_handed_out_at_the_load() -> 
     assert scene.eager.pages == 1  # page 5
     scene.eager.end("a")
     assert ready(scene, [5]) == [True]
+
+
+def test_a_turn_looks_only_at_pages_that_have_arrived() -> None:
+    found = set()
+    for pages in (4, DEVICE_PAGES):
+        scene = Scene()
+        assert scene.begin("a", [*range(pages)]) == pages
+        found.add(work(lambda scene=scene: scene.eager.restore_arrived("a", 0)))  # type: ignore[misc]
+    assert len(found) == 1, found
 
 
 def test_what_is_reserved_is_there_for_everybody_unlaunched_and_new_pages_first() -> None:
