@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -288,11 +289,21 @@ class EagerRestores:
         self._forget(handed)
         missing = len(found) - len(handed)
         self.make_free(missing)
-        fresh = iter(self._free.take(missing).split(self._size) if missing else ())
-        parts = [
-            self._slots(page.of, range(page.number, page.number + 1)) if page else next(fresh)
-            for page in found
-        ]
+        taken, parts = (self._free.take(missing) if missing else None), list[torch.Tensor]()
+
+        def place(item: tuple[int, Reserved | None]) -> tuple[Reservation | None, int]:
+            """Equal for neighbours in one tensor: pages are not cut one by one."""
+            at, page = item
+            return (None, 0) if page is None else (page.of, page.number - at)
+
+        for (of, _), neighbours in groupby(enumerate(found), place):
+            pages = [page for _, page in neighbours]
+            if of is not None and pages[0] is not None:
+                first = pages[0].number
+                parts.append(self._slots(of, range(first, first + len(pages))))
+            elif taken is not None:
+                own, taken = taken.tensor_split([len(pages) * self._size])
+                parts.append(own)
         return Prepared(torch.cat(parts), ready, whole, restores)
 
     def give_all_back(self) -> None:

@@ -72,6 +72,29 @@ def test_pages_are_restored_once_as_they_arrive_and_handed_out_at_the_load() -> 
     assert ready(scene, [5]) == [True]
 
 
+def test_neighbours_are_handed_out_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut page by page, those of 128k tokens took the scheduler's thread 15 ms."""
+    scene, parts, join = Scene(), list[int](), torch.cat
+    scene.begin("a", [5, 6, 7, 8])
+    scene.begin("b", [11, 12])
+
+    def counted(tensors: list[torch.Tensor]) -> torch.Tensor:
+        parts.extend(len(tensor) // SIZE for tensor in tensors)
+        return join(tensors)
+
+    monkeypatch.setattr(torch, "cat", counted)
+    reserved = {page.host_page: page for page in scene.eager._reserved.values()}
+    places = {
+        host: pages_of(scene.eager._slots(page.of, range(page.number, page.number + 1)))
+        for host, page in reserved.items()
+    }
+    handed = pages_of(hand_out(scene, [6, 7, 8, 1, 2, 12, 5, 11, 3]).slots)
+    assert parts == [3, 2, 1, 1, 1, 1]
+    for at, host in enumerate([6, 7, 8, 1, 2, 12, 5, 11, 3]):
+        assert host not in places or handed[at] == places[host][0]
+    assert len(set(handed)) == 9
+
+
 def test_a_turn_looks_only_at_pages_that_have_arrived() -> None:
     found = set()
     for pages in (4, DEVICE_PAGES):
