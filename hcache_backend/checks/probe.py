@@ -238,13 +238,16 @@ def check_recompute(
     probe: Probe,
     recomputer: Recomputer,
     kvcache: Any,
+    *,
+    other_attention: bool = False,
 ) -> Recomputed:
     """Recompute the probe's tokens, and once more their second half after the first. Nothing may be
     allocated yet: other slots of the pool are overwritten too. There are more tokens than in the
     probe, so that leftovers of its batch would show. Raises Refused if it fails, or not even the
     first layer is exact enough. ``run_again`` runs prompts of these lengths that begin as the probe
     does, the first tokens in a pass of their own; it returns the slots of each. There is room for
-    ``most_requests``."""
+    ``most_requests``. ``other_attention``: in these passes another backend attends, which the
+    recomputer has. What it writes is compared with the probe, and recomputations with that."""
     slots, tokens, half = probe.slots, len(probe.slots), len(probe.slots) // 2
     dtype, pool, size = probe.hidden[0].dtype, PagedPool(kvcache), kvcache.page_size
 
@@ -255,6 +258,10 @@ def check_recompute(
         """Exactness, by layer, of a part of the probe's tokens that was written to ``at``."""
         pairs = zip(written(at[part]), wanted, strict=True)
         return [kv_exactness(got, (k[part], v[part]), pool.dtype) for got, (k, v) in pairs]
+
+    def halves_of(at: torch.Tensor) -> list[list[KVExactness]]:
+        """Part by part: among many values the few that differ would not show."""
+        return [exactness(at, part) for part in halves]
 
     def by_layer(runs: Sequence[list[KVExactness]]) -> list[KVExactness]:
         return [worst(layer) for layer in zip(*runs, strict=True)]
@@ -276,7 +283,13 @@ def check_recompute(
     # in two chunks, whose attention sums in another order.
     prompts = ([half], 0), ([tokens] * 2, 0), ([tokens, half, half], 0), ([tokens], half)
     most = most_requests - 1  # the last prompt is longer if there is no room for more
+    judged = []
     try:
+        if other_attention:
+            [at] = run_again([tokens], 0)
+            bound = Bound.of_kernel(pool.dtype)
+            judged.append((bound, "by the other attention backend", by_layer(halves_of(at))))
+            wanted = written(at)
         own = by_layer([
             exactness(at, part)
             for asked, seen in prompts
@@ -290,21 +303,20 @@ def check_recompute(
         current_stream(slots.device).record().synchronize()
         forwards.run(lambda: recomputer.recompute(len(probe.layers), positions, where, spans))
         forwards.record().synchronize()
-        # Part by part: among many values the few that differ would not show.
-        recomputed = by_layer([exactness(at, part) for at in (slots, others) for part in halves])
+        recomputed = by_layer([*halves_of(slots), *halves_of(others)])
     except Exception as error:  # a model's own code, with an unusual batch
         raise Refused(f"{type(error).__name__}: {error}") from None
     finally:
         for buffer, rows in zip(buffers, held, strict=True):
             buffer[slots] = rows  # later checks compare with what the model itself wrote
-    bound = Bound.of_pass(pool.dtype)
-    pairs = zip(recomputed, own, strict=True)
-    good = [ours.as_good_as(models, bound) for ours, models in pairs]
-    layers = good.index(False) if False in good else len(good)
-    problem, beside = None, "; the model at other batch sizes"
-    if layers < len(good):
-        name = probe.layers[layers].name
-        problem = f"{name} recomputed: {recomputed[layers]}{beside}: {own[layers]}"
+    layers, problem, beside = len(own), None, "; the model at other batch sizes"
+    for bound, what, found in (*judged, (Bound.of_pass(pool.dtype), "recomputed", recomputed)):
+        pairs = zip(found[:layers], own, strict=False)
+        good = [ours.as_good_as(models, bound) for ours, models in pairs]
+        if False in good:
+            layers = good.index(False)
+            name = probe.layers[layers].name
+            problem = f"{name} {what}: {found[layers]}{beside}: {own[layers]}"
     if not layers:
         raise Refused(str(problem))
     described = f"{together(recomputed[:layers])}{beside} {together(own[:layers])}"

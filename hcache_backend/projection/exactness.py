@@ -65,6 +65,12 @@ class Bound(NamedTuple):
         rms = min(8 * cls.of_product(kept).rms, 0.08)
         return cls(rms, _LARGEST * rms / torch.finfo(kept).eps)
 
+    @classmethod
+    def of_kernel(cls, kept: torch.dtype) -> Bound:
+        """For K and V of two kernels of attention: each is as far off as a pass, and rounds the
+        weights of attention in its own way, so that single values say nothing."""
+        return cls(2 * cls.of_pass(kept).rms, math.inf)
+
 
 @dataclass(frozen=True)
 class Exactness:

@@ -238,20 +238,33 @@ def forward_stream(runner: Any) -> Stream:
     return of(runner.forward_stream)
 
 
+def make_attention(runner: Any, name: str) -> Any:
+    """Another instance of SGLang's attention backend ``name``. Raises Refused if that fails."""
+    try:
+        made = ATTENTION_BACKENDS[name](runner)
+    except Exception as error:  # no memory for its buffers, whose size torch says
+        raise Refused(f"attention backend {name!r} cannot be made: {error}") from None
+    made.prefill_attention_backend_str = name  # MLA modules choose their way by it
+    return made
+
+
+@contextmanager
+def attending_by(runner: Any, attention: Any) -> Iterator[None]:
+    """Eager passes within the block attend by this backend of SGLang's; None: by their own."""
+    own, runner.attn_backend = runner.attn_backend, attention or runner.attn_backend
+    try:
+        yield
+    finally:
+        runner.attn_backend = own
+
+
 def make_recomputer(
-    runner: Any, kvcache: Any, chunk_tokens: int, substitute: str | None = None
+    runner: Any, kvcache: Any, chunk_tokens: int, attention: Any = None
 ) -> Recomputer:
     """The :class:`Recomputer` of the model of SGLang's ``runner``. Attention is planned anew before
     each pass of SGLang, so none sees this plan. The host waits for nothing. A pass has at most
     ``chunk_tokens``, and no more than a prefill of SGLang, which leaves memory for that many.
-    ``substitute`` attends in the place of SGLang's backend. Raises Refused if it cannot be made."""
-    other = None
-    if substitute is not None:
-        try:
-            other = ATTENTION_BACKENDS[substitute](runner)
-        except Exception as error:  # no memory for its buffers, whose size torch says
-            raise Refused(f"attention backend {substitute!r} cannot be made: {error}") from None
-        other.prefill_attention_backend_str = substitute  # MLA modules choose their way by it
+    ``attention`` is the backend that attends; None: that of SGLang's passes."""
     most = resolved(runner.server_args).chunked_prefill_size  # None or -1: no bound
     chunk_tokens = min(chunk_tokens, most) if (most or -1) > 0 else chunk_tokens
 
@@ -279,7 +292,7 @@ def make_recomputer(
         )
         batch.asked = asked
         bind_pages(runner.kv_index_translator, batch)
-        backend = other or runner.attn_backend
+        backend = attention or runner.attn_backend
         row = runner.req_to_token_pool.req_to_token[NO_REQUEST, :seen]
         row.copy_(asked.keys)
         try:

@@ -337,16 +337,22 @@ class Start:
         group, layers = attention_ranks().cpu_group, int(kvcache.layer_num)
         substitute = self.server.substitute
 
-        def prove() -> tuple[Recomputer, Recomputed]:
+        def attention() -> Any:
             refuse(RECOMPUTATION, self.server)
             probe.refuse_dependence()
             refuse(RECOMPUTATION, self.server, install(hooks.RECOMPUTE))
-            made = make_recomputer(runner, kvcache, methods.chunk_tokens, substitute)
+            return None if substitute is None else passes.make_attention(runner, substitute)
+
+        def prove() -> Recomputed:
             again, requests = partial(run_again, runner), int(runner.req_to_token_pool.size)
-            return made, check_recompute(again, requests, probe, made, kvcache)
+            with passes.attending_by(runner, other):
+                given = again, requests, probe, recomputer, kvcache
+                return check_recompute(*given, other_attention=other is not None)
 
         try:
-            recomputer, found = all_or_none((group,), prove)
+            other = all_or_none((group,), attention)  # ranks that have it run the model together
+            recomputer = make_recomputer(runner, kvcache, methods.chunk_tokens, other)
+            found = all_or_none((group,), prove)
             [recomputer.layers] = smallest(group, found.layers)
             all_exact = recomputer.layers == layers
             if whole and not all_exact:

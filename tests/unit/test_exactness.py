@@ -101,6 +101,19 @@ def test_a_product_may_sum_in_another_order_and_not_round_once_more(kept: torch.
         assert once_more.as_good_as(same, Bound.of_pass(kept))  # as layers before may do
 
 
+@pytest.mark.parametrize("kept", [torch.float32, *HALVES], ids=str)
+def test_another_kernel_may_be_twice_as_far_off_but_computes_the_same(kept: torch.dtype) -> None:
+    torch.manual_seed(0)
+    right = torch.randn(96, 4, 64).to(kept).float()
+    same, pair = kv_exactness((right, right), (right, right), kept), Bound.of_kernel(kept)
+    for share, fine in ((0.9, True), (1.1, False)):
+        off = right * (1 + share * pair.rms)
+        off[0, 0, 0] += 20 * torch.finfo(kept).eps * right.std()  # single values say nothing
+        found = kv_exactness((off, right), (right, right), kept)
+        assert found.as_good_as(same, pair) == fine
+        assert not found.as_good_as(same, Bound.of_pass(kept))
+
+
 @pytest.mark.parametrize("kept", [*TOLERANCE], ids=str)
 def test_one_wrong_token_in_a_long_pass_is_too_far_off(kept: torch.dtype) -> None:
     torch.manual_seed(0)

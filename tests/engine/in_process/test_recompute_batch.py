@@ -13,7 +13,13 @@ from sglang.srt.model_executor.forward_context import get_attn_backend, has_forw
 
 from hcache_backend.ranks import Refused
 from hcache_backend.restore.recompute import RecomputeRefused, TokenSpan
-from hcache_backend.sglang.passes import ATTENTION_BACKENDS, NO_REQUEST, make_recomputer
+from hcache_backend.sglang.passes import (
+    ATTENTION_BACKENDS,
+    NO_REQUEST,
+    attending_by,
+    make_attention,
+    make_recomputer,
+)
 
 CHUNK = 4
 
@@ -77,7 +83,8 @@ def test_attention_finds_a_sequence_in_the_row_of_no_request(
         model=SimpleNamespace(forward=forward),
     )
     kvcache = SimpleNamespace(start_layer=0, layer_num=2, dtype=torch.float32)
-    recomputer = make_recomputer(runner, kvcache, chunk, substitute)
+    other = None if substitute is None else make_attention(runner, substitute)
+    recomputer = make_recomputer(runner, kvcache, chunk, other)
     prefix, slots = torch.arange(16, 20), torch.arange(8, 14)
     keys = prefix.tolist() + slots.tolist()[:CHUNK]
     span = TokenSpan(np.arange(6), prefix)
@@ -95,4 +102,14 @@ def test_a_backend_that_has_no_memory_is_refused_with_its_size(monkeypatch: Monk
 
     monkeypatch.setitem(ATTENTION_BACKENDS, "triton", make)
     with pytest.raises(Refused, match=r"'triton' cannot be made: .* Tried to allocate 2\.00 MiB"):
-        make_recomputer(SimpleNamespace(), SimpleNamespace(), CHUNK, "triton")
+        make_attention(SimpleNamespace(), "triton")
+
+
+def test_only_passes_of_the_check_attend_by_another_backend() -> None:
+    runner = SimpleNamespace(attn_backend="own")
+    with pytest.raises(MemoryError), attending_by(runner, "other"):
+        assert runner.attn_backend == "other"
+        raise MemoryError
+    with attending_by(runner, None):
+        assert runner.attn_backend == "own"
+    assert runner.attn_backend == "own"
