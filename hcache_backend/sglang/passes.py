@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, PPProxyTensors
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
@@ -238,7 +239,7 @@ def forward_stream(runner: Any) -> Stream:
     return of(runner.forward_stream)
 
 
-def make_attention(runner: Any, name: str) -> Any:
+def make_attention(runner: Any, name: str) -> AttentionBackend:
     """Another instance of SGLang's attention backend ``name``. Raises Refused if that fails."""
     try:
         made = ATTENTION_BACKENDS[name](runner)
@@ -249,7 +250,7 @@ def make_attention(runner: Any, name: str) -> Any:
 
 
 @contextmanager
-def attending_by(runner: Any, attention: Any) -> Iterator[None]:
+def attending_by(runner: Any, attention: AttentionBackend | None) -> Iterator[None]:
     """Eager passes within the block attend by this backend of SGLang's; None: by their own."""
     own, runner.attn_backend = runner.attn_backend, attention or runner.attn_backend
     try:
@@ -259,7 +260,7 @@ def attending_by(runner: Any, attention: Any) -> Iterator[None]:
 
 
 def make_recomputer(
-    runner: Any, kvcache: Any, chunk_tokens: int, attention: Any = None
+    runner: Any, kvcache: Any, chunk_tokens: int, attention: AttentionBackend | None = None
 ) -> Recomputer:
     """The :class:`Recomputer` of the model of SGLang's ``runner``. Attention is planned anew before
     each pass of SGLang, so none sees this plan. The host waits for nothing. A pass has at most
