@@ -254,9 +254,9 @@ class Ways:
         pipeline = RestorePipeline(*given)
         bring = pipeline._bring_own
 
-        def slow(part: Part, out: torch.Tensor) -> None:
-            bring(part, out)
-            self._slow_down(out.numel(), rate)
+        def slow(part: Part, to: torch.Tensor) -> None:
+            bring(part, to)
+            self._slow_down(to.numel(), rate)
 
         pipeline._bring_own = slow  # type: ignore[method-assign]
         first = methods.count("recompute")

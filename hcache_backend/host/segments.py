@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -115,7 +115,7 @@ class KVSegments:
             gather_planes_launch(memory, pages, 0, pool, slots, table, save=True).run()
             return None
         fits = []
-        for encoded, some, of in self._encoded("save", table, pages, slots):
+        for encoded, some, of in self._encoded("save", len(table), pages, slots):
             flags = (*encoded.shape[:2], encoder.flags)
             fits.append(torch.empty(flags, dtype=torch.bool, device=slots.device))
             rows = encoded, None, 0, fits[-1]
@@ -164,7 +164,14 @@ class KVSegments:
         pages = len(slots) // self.page_size
         shares = segments.view(self._ranks, len(layers), pages, -1)
         if not slots.is_cuda:
-            self._decode(layers, shares.transpose(0, 1).flatten(1, 2), self.pages_of(slots))
+            by_layer, held = shares.transpose(0, 1).flatten(1, 2), self.pages_of(slots)
+            if self._encoder is not None:
+                self._decode(layers, by_layer.__getitem__, held)
+                return
+            for layer, share in zip(layers, by_layer, strict=True):
+                # By words: torch copies bytes one by one.
+                words = self._by_page(self.planes(layer)[0]).view(torch.int64)
+                words.index_copy_(0, held, share.view(torch.int64))
             return
         # The tokens of a share follow those of the share before it: each is a layer for kernels.
         rows, own = shares.flatten(0, 1), slots[: pages * self._tokens]
@@ -178,20 +185,17 @@ class KVSegments:
         pool = [self._by_group(plane) for plane in planes]
         gather_planes_launch(rows.flatten(0, 1), ids, 0, pool, own, here).run()
 
-    def _decode(self, layers: Sequence[int], rows: torch.Tensor, held: torch.Tensor) -> None:
-        """Write segments of ``layers`` to pages of the pool, on the CPU: uint8 ``[layers, p,
-        segment_bytes]`` and int64 ``[p]``."""
-        planes, encoder = [self.planes(layer) for layer in layers], self._encoder
-        if encoder is None:
-            for [latents], some in zip(planes, rows, strict=True):
-                # By words: torch copies bytes one by one.
-                words = self._by_page(latents).view(torch.int64)
-                words.index_copy_(0, held, some.view(torch.int64))
-            return
-        together = max(1, encoder.at_once // max(1, len(held)))
+    def _decode(
+        self, layers: Sequence[int], segments: Callable[[slice], torch.Tensor], held: torch.Tensor
+    ) -> None:
+        """Decode ``layers`` to pages of the pool on the CPU, a few at a time: ``segments`` gives
+        those of some, uint8 ``[layers, p, segment_bytes]``."""
+        assert self._encoder is not None
+        together = max(1, self._encoder.at_once // max(1, len(held)))
         for start in range(0, len(layers), together):
             some = slice(start, start + together)
-            encoder.decode_layers(rows[some], planes[some], held)
+            planes = [self.planes(layer) for layer in layers[some]]
+            self._encoder.decode_layers(segments(some), planes, held)
 
     def load(
         self,
@@ -211,19 +215,19 @@ class KVSegments:
             pool = [self._by_group(plane) for plane in table.planes]
             gather_planes_launch(memory, pages, 0, pool, slots, table).run()
             return
-        for encoded, some, to in self._encoded("load", table, pages, slots):
+        for encoded, some, to in self._encoded("load", len(table), pages, slots):
             gather_launch(memory, some, 0, encoded, layers=table).run()
             encoder.decode_launch(encoded, table.planes, to, table).run()
 
     def _encoded(
-        self, way: str, table: Sized, pages: torch.Tensor, slots: torch.Tensor
+        self, way: str, layers: int, pages: torch.Tensor, slots: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Memory for encoded pages on the device, uint8 ``[layers, p, segment_bytes]``, and
         ``pages`` and ``slots`` that it has room for. It is taken at the first use, which is a check
         of the start. Encoders write a byte or two a thread, which a bus would carry slowly."""
         assert self._encoder is not None
         size, stream = self._encoder.segment_bytes, current_stream(slots.device)
-        row = len(table) * size
+        row = layers * size
         if way not in self._rings:
             room = max(_ENCODED_BYTES, 2 * len(self.layers) * size)
             self._rings[way] = Ring(torch.empty(room, dtype=torch.uint8, device=slots.device))
@@ -234,7 +238,7 @@ class KVSegments:
         of_page = len(slots) // max(1, len(pages))
         for some, of in zip(pages.split(at_once), slots.split(at_once * of_page), strict=True):
             part = ring.next(stream)[: len(some) * row]
-            yield part.view(len(table), len(some), size), some, of
+            yield part.view(layers, len(some), size), some, of
             ring.used(stream.record())
 
     def _load_layers(
@@ -252,11 +256,12 @@ class KVSegments:
                 pool = [self._by_group(plane) for plane in self.planes(layer)]
                 gather_planes(memory, pages, offset, pool, held)
             return
-        together = max(1, encoder.at_once // max(1, len(held)))
-        for start in range(0, len(layers), together):
-            some, size = slice(start, start + together), encoder.segment_bytes
-            rows = [gather_pages(memory, pages, offset, size) for offset in offsets[some]]
-            self._decode(layers[some], torch.stack(rows), held)
+
+        def segments(some: slice) -> torch.Tensor:
+            size = encoder.segment_bytes
+            return torch.stack([gather_pages(memory, pages, at, size) for at in offsets[some]])
+
+        self._decode(layers, segments, held)
 
     def _table(self, layers: Sequence[int], offsets: Sequence[int], shares: int = 1) -> LayerTable:
         """Addresses of ``layers`` for kernels, of each of ``shares`` of a page's tokens; made at

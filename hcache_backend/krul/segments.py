@@ -244,7 +244,7 @@ class PairedSegments(KVSegments):
         encoder, fits = self._encoder, list[torch.Tensor]()
         if encoder is None or not held.is_cuda:
             return super()._save_layer(layer, held, memory, pages, offset)
-        for [rows], some, of in self._encoded("save", (layer,), pages, held):
+        for [rows], some, of in self._encoded("save", 1, pages, held):
             every = torch.arange(len(some), device=held.device)
             fits.append(encoder.encode_pages(self.planes(layer), of, rows, every, 0))
             scatter_pages(rows, memory, some, offset)

@@ -261,29 +261,26 @@ class RestorePipeline:
             by_shard = chunk.view(-1, shards, size // shards).transpose(0, 1)
             target[start : start + len(chunk)] = by_shard.reshape(-1)
 
-    def _bring_own(self, part: Part, out: torch.Tensor) -> None:
+    def _bring_own(self, part: Part, to: torch.Tensor) -> None:
+        """:data:`.Copy` of this rank's part; without one, of hidden states, segments go ``to`` the
+        ring."""
         offsets = self._layout.segment_offsets[part.layers.start : part.layers.stop]
         copy = self._layers[part.layers.start].copy
         if copy is not None:
-            copy(part.layers, self._memory, part.page_ids, offsets, out)
+            copy(part.layers, self._memory, part.page_ids, offsets, to)
             return
-        rows = out.view(len(part.page_ids), -1)
+        rows = to.view(len(part.page_ids), -1)
         gather_pages(self._memory, part.page_ids, offsets[0], rows.shape[1], out=rows)
 
     def _copy_part(self, restore: RunningRestore, bring: _Bring, part: Part) -> _Arrived:
         """Copy K and V to the pool, hidden states to the ring."""
-        first = part.layers.start
-        layer, buffer = self._layers[first], None
-        if layer.arrives:
+        first, buffer = part.layers.start, None
+        copy = partial(self._bring_own, part, part.slots)
+        if self._layers[first].arrives:
             length = part_bytes(self._layout, part.layers)
             place = self._ring.next(self._copy)
             buffer = place[: len(part.page_ids) * length].view(-1, length)
             copy = partial(bring, part, buffer)
-        elif layer.copy is not None:
-            offsets = self._layout.segment_offsets[first : part.layers.stop]
-            rows = part.page_ids, offsets, part.slots
-            copy = partial(layer.copy, part.layers, self._memory, *rows)
-
         start = self._copy.record(timed=True)
         self._copy.run(copy)
         restore.copied = copied = self._copy.record(timed=True)

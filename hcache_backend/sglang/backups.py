@@ -9,7 +9,7 @@ the one with the first missing page on are put again, the node last.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -67,7 +67,7 @@ class Backups:
         self._first_holes: Proposal | None = None  # of the first of those
         # To be put, each from the last node to the first.
         self._chains: deque[list[_Node]] = deque()
-        self._chained: set[_Node] = set()  # nodes of chains
+        self._chained = Counter[_Node]()  # nodes of chains, which may share some
         self._begins = True  # chains
         self._putting: set[int] = set()  # nodes of chains that HiCache has not given to L3 yet
         self._copied: int | None = None  # the last one that was copied to host memory for that
@@ -140,7 +140,7 @@ class Backups:
             self._refused[key] -= 1
         if refused:
             metrics.PAGES.count("heads_not_put", sum(node.pages for node in chain[1:]))
-        elif chain[0] not in self._chained:
+        elif not self._chained[chain[0]]:
             self._chains.append(chain)
             self._chained.update(chain)
 
@@ -166,14 +166,16 @@ class Backups:
                 self._putting.add(node.number)
             else:
                 metrics.PAGES.count("heads_not_put", sum(one.pages for one in chain[1:]))
-                self._chained.difference_update(self._chains.popleft())
+                self._chained.subtract(self._chains.popleft())
                 continue
             pages += node.pages
-            self._chained.discard(chain.pop())
+            self._chained.subtract((chain.pop(),))
             if chain:
                 metrics.PAGES.count("heads_put", node.pages)
             else:
                 self._chains.popleft()
+        if not self._chains:
+            self._chained.clear()
 
     def forget(self) -> None:
         """L3 lost all that was put."""

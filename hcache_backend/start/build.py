@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackStrategy
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.common import get_allocator_type
@@ -337,7 +338,7 @@ class Start:
         group, layers = attention_ranks().cpu_group, int(kvcache.layer_num)
         substitute = self.server.substitute
 
-        def attention() -> Any:
+        def attention() -> AttentionBackend | None:
             refuse(RECOMPUTATION, self.server)
             probe.refuse_dependence()
             refuse(RECOMPUTATION, self.server, install(hooks.RECOMPUTE))

@@ -94,9 +94,10 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
             decision = _fastest_partition(restore, tokens, l3, leaves_room)
         else:
             hidden = Partition(0, layers, 0)
-            smaller, fits = layers * row_bytes < CLEARLY_LESS * kv_bytes, leaves_room(hidden)
+            smaller = layers * row_bytes < CLEARLY_LESS * kv_bytes
+            smaller = smaller and (not alone or leaves_room(hidden))
             reason = "hidden states where they are smaller than K and V"
-            decision = (hidden if smaller and (fits or not alone) else every_kv), reason
+            decision = (hidden if smaller else every_kv), reason
         logger.debug("hcache: partition: %s; %s", describe(decision[0]), decision[1])
     if recorded is None and ours:
         partition, reason = decision
@@ -184,8 +185,9 @@ def find_profile(
         return runtime.kept_profile[1]
     for path in filter(Path.is_file, (folder / file for folder in config.dirs)):
         try:
-            logger.debug("hcache: partition: the profile in %s is used", path)
-            return load_profile(path)
+            kept = load_profile(path)
+            logger.debug("hcache: partition: using the profile in %s", path)
+            return kept
         except ConfigError as error:
             logger.warning("hcache: %s", error)
     try:

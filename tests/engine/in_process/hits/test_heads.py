@@ -1,5 +1,6 @@
 """Beginnings of conversations that L3 lacks, and the backups that are waited for."""
 
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -293,6 +294,31 @@ def test_ranks_put_what_one_of_them_lacks() -> None:
     assert cache.given == [0, 1, 2, 0, 1]
     cache.turn(backups)
     assert not backups._answered and not backups._chains
+
+
+class Fork(Cache):
+    """Node 4 is behind node 1, as node 2 is."""
+
+    def _snapshot(self, node: int, prefix: bool) -> Any:
+        found = super()._snapshot(node, prefix)
+        if node == 4:
+            found.parent_node_id = 1
+        return found
+
+
+def test_a_beginning_of_two_ends_is_in_a_chain_until_both_are_put(heads: dict[str, int]) -> None:
+    cache, backups = Fork(), Backups(1)
+    cache.in_host_memory = {0, 1, 2, 4}
+    cache.turn(backups)
+    cache.write_backup_storage(2)
+    cache.write_backup_storage(4)
+    cache.turn(backups)  # the nodes of one end are put
+    [chain] = backups._chains
+    assert [node.number for node in chain] == [4, 1, 0]
+    assert all(node in backups._chained for node in chain)
+    assert +backups._chained == Counter(chain)
+    cache.turn(backups)
+    assert not backups._chains and not backups._chained
 
 
 class Forest(Cache):
