@@ -12,11 +12,9 @@ import torch
 import xxhash
 
 from hcache_backend.format.envelope import NAMESPACE_BYTES
+from hcache_kernels.digest import PROGRAMS, digest_rows
 
 _VALUES, GPU_VALUES = 1 << 21, 1 << 23  # digested at once: a GPU is slowed by launches
-_MIX_A = -7046029254386353131  # odd 64-bit constants of the golden ratio and of splitmix64
-_MIX_B = -4658895280553007687
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 @dataclass(frozen=True)
@@ -45,9 +43,21 @@ def digest_tensors(
     tensors: Iterable[tuple[str, torch.Tensor]], by_column: Container[str] = ()
 ) -> list[TensorDigest]:
     """Digests of ``tensors``, by name; ``by_column`` names those whose last dimension ranks divide.
-    Sums run on the tensors' device: a 14 GB model costs one read of its memory and no transfer."""
+    Sums run on the tensors' device: a 14 GB model costs one read of its memory, and one wait."""
     by_name = sorted(tensors, key=lambda item: item[0])
-    return [_digest(name, tensor, name in by_column) for name, tensor in by_name]
+    shape, devices = (len(by_name), PROGRAMS, 2), {tensor.device for _, tensor in by_name}
+    sums = {device: torch.zeros(shape, dtype=torch.int64, device=device) for device in devices}
+    widths = [
+        _add_digests(tensor.detach(), name in by_column, sums[tensor.device][i])
+        for i, (name, tensor) in enumerate(by_name)
+    ]
+    totals = {device: each.sum(1).tolist() for device, each in sums.items()}
+    found = []
+    for i, (name, tensor) in enumerate(by_name):
+        exact, rows = (total % (1 << 64) for total in totals[tensor.device][i])
+        kind = str(tensor.dtype), tuple(tensor.shape), widths[i]
+        found.append(TensorDigest(name, *kind, exact, rows))
+    return found
 
 
 def fingerprint(ranks: Sequence[Sequence[TensorDigest]]) -> bytes:
@@ -92,16 +102,13 @@ def namespace(fields: Mapping[str, object]) -> bytes:
 
 
 @torch.no_grad()
-def _digest(name: str, tensor: torch.Tensor, by_column: bool) -> TensorDigest:
-    totals, start, row = torch.zeros(2, dtype=torch.int64, device=tensor.device), 0, 1
-    for chunk in _chunks(tensor.detach(), by_column):
-        row = chunk.shape[1]
-        sums = _row_sums(chunk)
-        place = torch.arange(start, start + len(sums), device=sums.device)
-        totals += torch.stack(((sums * (place * _MIX_B | 1)).sum(), sums.sum()))
-        start += len(sums)
-    exact, rows = (total % (1 << 64) for total in totals.tolist())  # the one wait for the device
-    return TensorDigest(name, str(tensor.dtype), tuple(tensor.shape), row, exact, rows)
+def _add_digests(tensor: torch.Tensor, by_column: bool, sums: torch.Tensor) -> int:
+    """Add the digests of a tensor's rows to ``sums``; returns the elements of a row."""
+    start, row = 0, 1
+    for chunk in _chunks(tensor, by_column):
+        digest_rows(chunk, start, sums)
+        start, row = start + len(chunk), chunk.shape[1]
+    return row
 
 
 def _chunks(tensor: torch.Tensor, by_column: bool) -> Iterator[torch.Tensor]:
@@ -117,17 +124,3 @@ def _chunks(tensor: torch.Tensor, by_column: bool) -> Iterator[torch.Tensor]:
     most = GPU_VALUES if tensor.is_cuda else _VALUES
     for matrix in matrices:
         yield from matrix.split(max(1, most // matrix.shape[1]))
-
-
-def _row_sums(rows: torch.Tensor) -> torch.Tensor:
-    """Digest of each row of ``[rows, elements]``, int64 ``[rows]``; 0 for zeros."""
-    rows = rows.contiguous()
-    dtype = next(d for d in _WORDS if rows.shape[1] * rows.element_size() % d.itemsize == 0)
-    if rows.storage_offset() * rows.element_size() % dtype.itemsize:
-        rows = rows.clone()
-    words = rows.view(torch.uint8).view(dtype).to(torch.int64)
-    place = torch.arange(words.shape[1], device=words.device) * _MIX_B | 1
-    mixed = (words ^ (words >> 29)) * _MIX_A + words * place
-    sums = (mixed ^ (mixed >> 32)).sum(1)
-    sums = (sums ^ (sums >> 31)) * _MIX_B
-    return sums ^ (sums >> 29)

@@ -72,13 +72,11 @@ _DELTA_NET = (  # without "linear_"
 
 class Model(NamedTuple):
     """A model; ``sides`` is what its layers beside the full-attention ones keep, ``dtype`` is
-    ``bfloat16``, ``float16`` or ``float32``. ``weights`` are values, which take ``weight_bytes``
-    on a GPU; both are about right."""
+    ``bfloat16``, ``float16`` or ``float32``. ``weight_bytes`` on a GPU are about right."""
 
     shape: ModelShape
     sides: Sides | None
     dtype: str
-    weights: int
     weight_bytes: int
 
 
@@ -87,7 +85,7 @@ def read_model(path: Path) -> Model:
     fields = _Fields(*(given := _read(path)))
     sides = _sides(fields)
     shape = shape_from_config(*given, states=sides is not None)
-    return Model(shape, sides, _dtype(fields), *_weights(fields, shape))
+    return Model(shape, sides, _dtype(fields), _weight_bytes(fields, shape))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
@@ -274,8 +272,8 @@ def _dtype(fields: _Fields) -> str:
     return found
 
 
-def _weights(fields: _Fields, shape: ModelShape) -> tuple[int, int]:
-    """Values and bytes. SGLang has weights in 16 bits on a GPU, and those of layers in fewer if
+def _weight_bytes(fields: _Fields, shape: ModelShape) -> int:
+    """Bytes on a GPU. SGLang has weights in 16 bits on a GPU, and those of layers in fewer if
     they are quantised. All methods name their bits, or their format."""
     how = json.dumps(fields.value("quantization_config")).lower()
     named = (n for n in (4, 8) if re.search(rf'bits": {n}\b|fp{n}|in_{n}bit": true', how))
@@ -284,7 +282,7 @@ def _weights(fields: _Fields, shape: ModelShape) -> tuple[int, int]:
     words = fields.integer("number of words", ("vocab_size",), 0)
     embeddings = words * shape.hidden * (1 + (fields.value("tie_word_embeddings") is False))
     values = layers * every.dense_flops // 2
-    return values + embeddings, values * next(named, 16) // 8 + 2 * embeddings
+    return values * next(named, 16) // 8 + 2 * embeddings
 
 
 def _mlp_width(fields: _Fields, hidden: int, *, every: bool = False) -> int:

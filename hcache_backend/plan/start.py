@@ -1,5 +1,5 @@
 """What a server's start adds to SGLang's, in seconds, computed and not measured: counted passes and
-launches, times the times below."""
+bytes, times the times below. The digest of the weights is one read of them, less than 0.1 s."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from hcache_backend.plan.model_config import Model
 from hcache_backend.plan.plan import PartitionPlan
 from hcache_backend.plan.profile import OPERATIONS, START_SECONDS
 
-DIGESTED_VALUES = 1 << 23  # of the weights, in one piece of fingerprint.digest_tensors
-DIGEST_LAUNCHES = 24  # of a piece
 PINNED_PER_SECOND = 1.7e9  # bytes: 100 GB in a minute
-# Seconds, assumed: a launch, a layer of an eager pass of a few tokens.
-_LAUNCH, _PASS = 6e-6, 0.5e-3
+_PASS = 0.5e-3  # seconds of a layer in an eager pass of a few tokens, assumed
 # Passes of the model: for recomputation the probe, 5 of its own and 3 of ours; 6 more for capture.
 _KV_PASSES, _HIDDEN_PASSES = 9, 6
 # Measured on a processor: a layer's page through the codec's reference; cold compilations.
@@ -43,10 +40,8 @@ def start_steps(plan: PartitionPlan, served: Model, memory: float | None) -> lis
     compiled += _COMPILED["hidden"] * bool(stored.hidden)
     pool = _CARD_SHARE * (memory or 0) - served.weight_bytes / plan.tp
     host = _HOST_SHARE * pool if pool > 0 else 100e9
-    pieces = served.weights / plan.tp / DIGESTED_VALUES
     checks = stored.layers * (passes * _PASS + _REFERENCE * encoded)
     return [
-        StartStep("digest of the weights", pieces * DIGEST_LAUNCHES * _LAUNCH, each),
         StartStep("self-checks", checks, each),
         StartStep("measured profile", (len(OPERATIONS) + 2) * START_SECONDS, once),
         StartStep("compiled kernels", compiled, "first of a machine"),

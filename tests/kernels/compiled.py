@@ -32,6 +32,7 @@ _NAMES = {
     torch.int64: "i64",
     torch.int32: "i32",
     torch.int16: "i16",
+    torch.int8: "i8",
     torch.uint8: "u8",
 }
 

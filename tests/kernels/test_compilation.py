@@ -12,6 +12,7 @@ import torch
 import triton
 
 from hcache_kernels.codecs import KV, LATENT, Cut, make_codec, make_segment_codec
+from hcache_kernels.digest import PROGRAMS, digest_launch
 from hcache_kernels.launch import Launch
 from hcache_kernels.pages import kernel as page_kernels
 from hcache_kernels.pages.kernel import LayerTable
@@ -331,10 +332,19 @@ def staging_jobs(capability: tuple[int, int]) -> Jobs:
     yield "judge", judge
 
 
+def digest(width: int, dtype: torch.dtype) -> Launch:
+    return digest_launch(torch.empty((8, width), dtype=dtype), 0, ids(PROGRAMS, 2))
+
+
+def digest_jobs(capability: tuple[int, int]) -> Jobs:
+    for width, dtype in ((1024, torch.int64), (1, torch.int16)):
+        yield f"digest {width} {dtype}", partial(digest, width, dtype)
+
+
 JOBS = {
     f"sm_{major}{minor} {what}": Job((major, minor), launch)
     for major, minor in SHARED_MEMORY
-    for jobs in (projection_jobs, transfer_jobs, staging_jobs)
+    for jobs in (projection_jobs, transfer_jobs, staging_jobs, digest_jobs)
     for what, launch in jobs((major, minor))
 }
 

@@ -49,7 +49,8 @@ def test_the_median_of_weights_that_do_not_add_up_is_the_largest_value() -> None
 
 def test_weights_that_stand_at_an_odd_byte_have_the_same_digest() -> None:
     shifted = torch.arange(65, dtype=torch.uint8)[1:].view(4, 16)
-    assert torch.equal(fingerprint._row_sums(shifted), fingerprint._row_sums(shifted.clone()))
+    digests = (fingerprint.digest_tensors([("w", one)]) for one in (shifted, shifted.clone()))
+    assert next(digests) == next(digests)
 
 
 def test_a_layer_without_linear_modules_has_no_spec(monkeypatch: pytest.MonkeyPatch) -> None:
