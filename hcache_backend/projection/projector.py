@@ -166,6 +166,12 @@ class Projector:
         self.pool = pool
         self.specs: Sequence[LayerSpec | None] = [None] * layers
 
+    @property
+    def product_columns(self) -> int:
+        """Columns of K and V of the widest layer whose product kernels may keep."""
+        fused = (spec for spec in self.specs if spec is not None and spec.fused)
+        return max((2 * spec.k.width for spec in fused), default=0)
+
     @torch.no_grad()
     def project(self, layer: AttentionLayer, hidden: torch.Tensor, positions: torch.Tensor) -> KV:
         """As :func:`project_with_module`, by the layer's spec if it has one."""
@@ -181,12 +187,14 @@ class Projector:
         positions: torch.Tensor,
         slots: torch.Tensor,
         way: Way | None = None,
+        product: torch.Tensor | None = None,
     ) -> None:
         """:meth:`project` to ``slots`` (int64 ``[n]``, any order) of the pool. ``way``: the kernels
-        for a fused spec; None: the fastest ones for ``n``."""
+        for a fused spec; None: the fastest ones for ``n``. ``product``: memory for their product,
+        ``[n * product_columns]`` or more, in the type of ``hidden``; None: new memory."""
         spec, pool = self.specs[layer.index], self.pool.of_layer(layer)
         if spec is not None and spec.fused and pool is not None:
             rows = hidden, positions, slots
-            kernels.project_kv(kernels.ProjectionCall(*rows, spec.projection(), pool), way)
+            kernels.project_kv(kernels.ProjectionCall(*rows, spec.projection(), pool), way, product)
         else:
             self.pool.store(layer.kernel, slots, *self.project(layer, hidden, positions))

@@ -48,7 +48,6 @@ from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none, smallest
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
 from hcache_backend.restore.recompute import Recomputer
-from hcache_backend.restore.ring import ring_bytes
 from hcache_backend.sglang import hooks, passes
 from hcache_backend.sglang.allocator import ReservablePages
 from hcache_backend.sglang.arguments import (
@@ -204,6 +203,7 @@ class Start:
             plan = self._tried(plan, lambda: probe.slots)
             self._check_capture(plan)
         specs.follow_weights()
+        step(plan.take_projections, projector)
         return plan
 
     def _kv_plan(self) -> PagePlan:
@@ -470,7 +470,8 @@ def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | 
         codec, dtype = plan.codec.name, plan.codec.dtype
         if plan.kv.layers and plan.kv.codec != codec:
             codec += f", {plan.kv.codec} of K and V"
-    room = ring_bytes(plan.layout, plan.methods.chunk_tokens, plan.arriving) * bool(plan.arriving)
+    room = plan.ring_bytes * bool(plan.arriving)
+    room += sum(each.nbytes for each in (plan.rows, plan.product) if each is not None)
     runtime.codec = codec
     metrics.CODEC.set(page_plan.asked_codec(runtime, dtype), codec)
     fields = plan.fields(runtime.runner)

@@ -77,6 +77,10 @@ class PagePlan:
     layout: PageLayout = field(init=False)
     pages: HostPages = field(init=False)  # from find_room
     staging: Staging = field(init=False)  # of captured rows, likewise
+    # Memory of a projection on a GPU, from take_projections, so that restores take none in service:
+    # decoded rows, and their product. None: rows are not encoded, or it runs on a CPU.
+    rows: torch.Tensor | None = field(init=False, default=None)
+    product: torch.Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         tokens, stored = int(self.kvcache.page_size), self.methods.layers("kv")
@@ -103,6 +107,11 @@ class PagePlan:
         if self.kv.shares_tokens:
             return [*divided(self.kv.layers, MOST_EXCHANGES)]
         return [range(layer, layer + 1) for layer in self.methods.layers("hidden")]
+
+    @property
+    def ring_bytes(self) -> int:
+        """Device memory of the ring of restores, at least 1."""
+        return ring_bytes(self.layout, self.methods.chunk_tokens, self.arriving)
 
     @property
     def hidden_layers(self) -> list[AttentionLayer]:
@@ -135,8 +144,8 @@ class PagePlan:
         ) -> None:
             """:data:`.Fill`; ``where``: positions and slots."""
             assert self.codec is not None
-            rows = self.codec.decode(segments.view(-1, self.codec.row_bytes))
-            projector.project_to_pool(layer, rows, *where)
+            rows = self.codec.decode(segments.view(-1, self.codec.row_bytes), self.rows)
+            projector.project_to_pool(layer, rows, *where, product=self.product)
 
         restored = [RestoredLayer("recompute")] * len(self.layout.segment_bytes)
         for layer in self.hidden_layers:
@@ -169,12 +178,24 @@ class PagePlan:
             recorded = self.hooks.staging if self.hooks is not None else None
             hidden = len(self.methods.layers("hidden")), codec.hidden_size, codec.dtype
             self.staging = recorded or take_staging(self.runner, *hidden, device)
-        # Try the room for restores: freed memory stays in torch's cache until it is needed.
-        room = ring_bytes(self.layout, self.methods.chunk_tokens, self.arriving)
+        # Try the ring's room: freed memory stays in torch's cache until it is needed.
         try:
-            torch.empty(room, dtype=torch.uint8, device=device)
+            torch.empty(self.ring_bytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise Refused(f"no device memory for restores: {error}") from None
+
+    def take_projections(self, projector: Projector) -> None:
+        """Take device memory of projections by ``projector``; Refused without room."""
+        codec, device = self.codec, torch.device(self.kvcache.device)
+        if codec is None or device.type != "cuda":
+            return
+        taken = partial(torch.empty, dtype=codec.dtype, device=device)
+        tokens = max(self.methods.chunk_tokens, self.layout.page_size)
+        try:
+            self.rows = None if codec.is_view else taken((tokens, codec.hidden_size))
+            self.product = taken(tokens * projector.product_columns)
+        except torch.OutOfMemoryError as error:
+            raise Refused(f"no device memory for projections: {error}") from None
 
 
 def make_exchange(what: str, rows: Sequence[torch.Tensor], page_size: int) -> Exchange | None:

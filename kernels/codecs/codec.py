@@ -125,14 +125,17 @@ class Codec(ABC):
         self.encode_launch((rows,), None, encoded, None, 0, flags).run()
         return encoded, flags.all(1) if self.flags > 1 else flags[:, 0]
 
-    def decode(self, encoded: torch.Tensor) -> torch.Tensor:
-        """Decode uint8 ``[n, row_bytes]`` to rows; a ValueError for another form."""
+    def decode(self, encoded: torch.Tensor, to: torch.Tensor | None = None) -> torch.Tensor:
+        """Decode uint8 ``[n, row_bytes]`` to rows; a ValueError for another form. ``to``: memory
+        that a kernel may decode to, at least ``[n, hidden_size]``; None: new memory."""
         encoded = encoded.contiguous()
         check_tensor("encoded", encoded, BYTES, ("n", self.row_bytes))
         if self.is_view or not encoded.is_cuda:
             units = [self.decode_units(some) for some in encoded.split(self.at_once)]
             return _joined(units).view(-1, self.hidden_size)
-        rows = encoded.new_empty((len(encoded), self.hidden_size), dtype=self.dtype)
+        if to is None:
+            to = encoded.new_empty((len(encoded), self.hidden_size), dtype=self.dtype)
+        rows = to[: len(encoded)]
         self.decode_launch(encoded, (rows,), None).run()
         return rows
 

@@ -28,10 +28,14 @@ __all__ = [
 ]  # fmt: skip
 
 
-def project_kv(call: ProjectionCall, way: Way | None = None) -> None:
+def project_kv(
+    call: ProjectionCall, way: Way | None = None, product: torch.Tensor | None = None
+) -> None:
     """Write K and V of ``n`` tokens into their slots of the pool (paper section 3.1), by ``way`` or
-    the fastest one. A ValueError says which arguments do not fit together; then nothing was
-    written. Values of positions and slots are checked only on the CPU (:func:`check_rows`)."""
+    the fastest one. ``product``: memory for what a way multiplies, in the type of hidden states,
+    ``[n * 2 * kv_heads * head_dim]`` or more; None: new memory. A ValueError says which arguments
+    do not fit together; then nothing was written. Values of positions and slots are checked only on
+    the CPU (:func:`check_rows`)."""
     check_call(call)
     n, device = len(call.hidden), call.hidden.device
     if device.type != "cuda":
@@ -44,7 +48,7 @@ def project_kv(call: ProjectionCall, way: Way | None = None) -> None:
         project_kv_reference(call)
         return
     with torch.cuda.device_of(call.hidden):
-        way.run(call)
+        way.run(call, product)
 
 
 def compute_kv(

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import torch
 import triton
-from torch.nn import functional as F
 
 from ..launch import Launch, gpu_microseconds
 from .kernel import project_kv_kernel
@@ -100,12 +99,17 @@ class Way:
 
     config: TileConfig | None
 
-    def run(self, call: ProjectionCall) -> None:
+    def run(self, call: ProjectionCall, product: torch.Tensor | None = None) -> None:
         """Like :func:`hcache_kernels.project_kv.project_kv`, unchecked, ``n >= 1``."""
         if self.config is not None:
-            launches = fused_launches(call, self.config)
+            launches = fused_launches(call, self.config, product)
         else:
-            kv = F.linear(call.hidden, call.projection.weight, call.projection.bias)
+            weight, bias = call.projection.weight, call.projection.bias
+            kv = _columns(call, len(weight), product)
+            if bias is None:
+                torch.mm(call.hidden, weight.t(), out=kv)
+            else:
+                torch.addmm(bias, call.hidden, weight.t(), out=kv)
             launches = [epilogue_launch(kv, call)]
         for launch in launches:
             launch.run()
@@ -127,14 +131,25 @@ def possible_ways(
     return (LIBRARY, *map(Way, fused_configs(kind, capability)))
 
 
-def fused_launches(call: ProjectionCall, config: TileConfig) -> list[Launch]:
+def _columns(call: ProjectionCall, columns: int, memory: torch.Tensor | None) -> torch.Tensor:
+    """``[n, columns]`` of flat ``memory``, or new memory."""
+    shape = len(call.hidden), columns
+    return (
+        call.hidden.new_empty(shape) if memory is None else memory[: math.prod(shape)].view(shape)
+    )
+
+
+def fused_launches(
+    call: ProjectionCall, config: TileConfig, product: torch.Tensor | None = None
+) -> list[Launch]:
     """The fused way's launches, in order. One, unless K is normalised over all heads: no tile holds
-    a whole row of K then, so K without norm goes through a buffer ``[n, kv_heads, head_dim]``, and
-    a second launch finishes it."""
+    a whole row of K then, so K without norm goes through ``product``, ``[n, kv_heads * head_dim]``,
+    and a second launch finishes it."""
     projection = call.projection
     if projection.norm is None or projection.norm.over == "head":
         return [_launch(call, config)]
-    keys = call.hidden.new_empty(len(call.hidden), projection.kv_heads, projection.head_dim)
+    heads, dim = projection.kv_heads, projection.head_dim
+    keys = _columns(call, heads * dim, product).view(-1, heads, dim)
     bare = replace(projection, norm=None, rotary=None)
     product = replace(call, projection=bare, pool=replace(call.pool, k=keys))
     return [_launch(product, config, keys_by_row=True), epilogue_launch(keys.flatten(1), call)]

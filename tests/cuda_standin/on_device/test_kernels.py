@@ -9,8 +9,22 @@ import torch
 from hcache_kernels.codecs import Cut, make_codec, make_segment_codec
 from hcache_kernels.launch import gpu_microseconds
 from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
-from hcache_kernels.project_kv import KVPool, KVProjection, ProjectionCall, project_kv, ways
-from hcache_kernels.project_kv.ways import device_table, measure_choice, ways_in_use
+from hcache_kernels.project_kv import (
+    KeyNorm,
+    KVPool,
+    KVProjection,
+    ProjectionCall,
+    Way,
+    project_kv,
+    ways,
+)
+from hcache_kernels.project_kv.spec import kind_of
+from hcache_kernels.project_kv.ways import (
+    device_table,
+    fused_configs,
+    measure_choice,
+    ways_in_use,
+)
 from hcache_kernels.staging import (
     NOWHERE,
     StagedRows,
@@ -22,6 +36,7 @@ from hcache_kernels.staging import (
 )
 from tests.cuda_standin import device
 from tests.cuda_standin.device import CUDA
+from tests.cuda_standin.memory import Memory
 
 PAGES, PAGE_BYTES, ROW = 9, 4096 + 64, 64
 
@@ -51,9 +66,12 @@ def test_a_codec_takes_one_launch_each_way(name: str, dtype: torch.dtype) -> Non
     got, fit = codec.encode(there)
     assert got.is_cuda and launched() == 1
     assert torch.equal(got.cpu(), want) and torch.equal(fit.cpu(), fits)
-    back = codec.decode(got)
-    assert launched() == 1
+    room = torch.full((9, 256), torch.nan, dtype=dtype).to(CUDA)
+    with Memory() as memory:
+        back = codec.decode(got, room)
+    assert launched() == 1 and not memory.made
     assert torch.equal(back.cpu().view(torch.uint8), codec.decode(want).view(torch.uint8))
+    assert room[7:].isnan().all()
 
 
 @pytest.mark.parametrize("name", ["exp4", "int8"])
@@ -182,6 +200,30 @@ def test_the_way_that_was_measured_to_be_fastest_projects(monkeypatch: pytest.Mo
     project_kv(want)
     for got, true in ((call.pool.k, want.pool.k), (call.pool.v, want.pool.v)):
         torch.testing.assert_close(got.cpu(), true, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("over_all", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_projection_takes_no_memory_if_it_is_given_some(
+    fused: bool, over_all: bool, biased: bool
+) -> None:
+    """In service there may be none left, and a load cannot fail."""
+    call, rows = projection_call(), 20
+    ones, zeros = (torch.full((32,), x, dtype=torch.bfloat16, device=CUDA) for x in (1.0, 0.0))
+    norm = KeyNorm("rms", "all", ones, None, 1e-6) if over_all else None
+    bias = torch.cat((ones, zeros)) if biased else None
+    projection = replace(call.projection, norm=norm, bias=bias)
+    call = replace(call, projection=projection)
+    way = Way(fused_configs(kind_of(projection), (9, 0))[0] if fused else None)
+    product = torch.full((rows * 64 + 5,), torch.nan, dtype=torch.bfloat16, device=CUDA)
+    with Memory() as memory:
+        project_kv(call, way, product)
+    assert not memory.made
+    got, new = call.pool, KVPool(*(torch.zeros_like(part) for part in (call.pool.k, call.pool.v)))
+    project_kv(replace(call, pool=new), way)
+    assert torch.equal(got.k.cpu(), new.k.cpu()) and torch.equal(got.v.cpu(), new.v.cpu())
+    assert new.k.any().item() and product[rows * 64 :].isnan().all().item()
 
 
 def test_a_device_that_no_kernel_is_for_projects_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:

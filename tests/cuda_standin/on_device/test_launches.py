@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hcache_backend.format.units import WHOLE, Shard
 from hcache_backend.host import segments
@@ -23,6 +21,7 @@ from hcache_kernels.codecs.exp4 import Exp4
 from hcache_kernels.launch import COPY_PROGRAMS, Launch
 from tests.cuda_standin import device
 from tests.cuda_standin.device import CUDA
+from tests.cuda_standin.memory import Memory
 
 LAYERS, HEADS, DIM, PAGE = 5, 2, 8, 16  # layers: more than a load may launch, and few to interpret
 PAGES, HIT = 24, 16
@@ -235,24 +234,6 @@ def test_an_eager_hit_launches_eight_times_at_most(codec: str, from_back: bool) 
     for restore in handed.restores:
         restore.synchronize()
     assert all(map(torch.equal, server.values(taken), server.values(slots)))
-
-
-class Memory(TorchDispatchMode):
-    """Notes the bytes of each tensor that operations of torch make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = func(*args, **kwargs or {})
-        there = {t.untyped_storage() for t in tensors((args, kwargs))}
-        self.made += [t.nbytes for t in tensors(given) if t.untyped_storage() not in there]
-        return given
-
-
-def tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @pytest.mark.parametrize("codec", ["none", "exp4", "int8"])

@@ -167,7 +167,7 @@ def test_a_layer_without_a_spec_on_one_rank_has_none_on_any(monkeypatch: MonkeyP
 def way_that(change: Callable[[ProjectionCall], None]) -> Any:
     """A way to project on a GPU that does what the reference does, and then this."""
 
-    def run(call: ProjectionCall) -> None:
+    def run(call: ProjectionCall, product: torch.Tensor | None) -> None:
         project_kv_reference(call)
         change(call)
 

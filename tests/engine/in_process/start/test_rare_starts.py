@@ -238,7 +238,7 @@ def test_no_room_for_restores_is_a_refusal(monkeypatch: MonkeyPatch) -> None:
         methods=SimpleNamespace(chunk_tokens=4),
         codec=None,
         layout=None,
-        arriving=[],
+        ring_bytes=1,
         kvcache=SimpleNamespace(device="cpu"),
         host_share=1.0,
     )
@@ -246,10 +246,42 @@ def test_no_room_for_restores_is_a_refusal(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(page_plan, "get_memory", lambda: memory)
     monkeypatch.setattr(page_plan, "host_memory_budget_bytes", lambda: 1)
     monkeypatch.setattr(page_plan, "plan_host_pages", lambda *_, with_shadows: None)
-    monkeypatch.setattr(page_plan, "ring_bytes", lambda *_: 1)
     monkeypatch.setattr(page_plan.torch, "empty", NONE_LEFT)
     with pytest.raises(Refused, match="no device memory for restores: none left"):
         page_plan.PagePlan.find_room(plan)
+
+
+def test_projections_on_a_gpu_have_memory_of_their_own(monkeypatch: MonkeyPatch) -> None:
+    """Rows and products of the longest projection, of the widest layer; encoded rows only."""
+    taken: list[Any] = []
+
+    def empty(shape: Any, **kinds: Any) -> Any:
+        taken.append((shape, kinds))
+        return shape
+
+    monkeypatch.setattr(page_plan.torch, "empty", empty)
+    projector: Any = SimpleNamespace(product_columns=12)
+
+    def plan(device: str, *, is_view: bool = False, page_size: int = 4) -> Any:
+        codec = SimpleNamespace(dtype=torch.float16, hidden_size=8, is_view=is_view)
+        found: Any = SimpleNamespace(
+            methods=SimpleNamespace(chunk_tokens=10),
+            layout=SimpleNamespace(page_size=page_size),
+            kvcache=SimpleNamespace(device=device),
+            codec=codec,
+            rows=None,
+            product=None,
+        )
+        page_plan.PagePlan.take_projections(found, projector)
+        return found.rows, found.product
+
+    assert plan("cpu") == (None, None) and not taken
+    assert plan("cuda:1") == ((10, 8), 120)
+    assert plan("cuda:1", is_view=True, page_size=16) == (None, 192)
+    assert {(k["dtype"], k["device"].type) for _, k in taken} == {(torch.float16, "cuda")}
+    monkeypatch.setattr(page_plan.torch, "empty", NONE_LEFT)
+    with pytest.raises(Refused, match="no device memory for projections: none left"):
+        plan("cuda:1")
 
 
 @pytest.mark.parametrize(
