@@ -167,7 +167,6 @@ TOKENS = Events(
     ("hcache_restored_tokens", "restored", "Tokens restored to the device"),
     ("hcache_not_restored_tokens", "not_restored_(.+)", "Tokens whose load was refused", "reason"),
     ("hcache_eager_tokens", "eager", "Tokens restored while the rest of their hit was read"),
-    ("hcache_eager_recomputed_tokens", "eager_recomputed", "Tokens recomputed while L3 was read"),
     ("hcache_load_tokens", "(ready_at_load|not_ready_at_load)", "Tokens of hits at load", "state"),
     ("hcache_checked_tokens", "checked", "Tokens compared with the model's K and V in service"),
 )

@@ -89,7 +89,7 @@ def recomputed(engine: Engine) -> Iterator[Method]:
 
     def restore(history: History) -> int:
         span = TokenSpan(np.array(history.ids, dtype=np.int64), history.slots[:0])
-        recomputer.recompute(len(engine.layers), history.positions, history.slots, [span])
+        recomputer.recompute(len(engine.layers), history.slots, [span])
         return 0
 
     yield Method("recomputed", 0, restore)

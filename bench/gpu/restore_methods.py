@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from bench.gpu.program import Device
@@ -17,7 +16,7 @@ from hcache_backend.format.units import WHOLE, Segment
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.restore.layers import Copy, Fill, Part, Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline, RestoreReport
-from hcache_backend.streams import current_stream, to_device
+from hcache_backend.streams import current_stream
 from hcache_kernels.codecs import Codec, make_codec
 from hcache_kernels.project_kv import KVPool, ProjectionCall, project_kv
 
@@ -148,12 +147,14 @@ class History:
         return fill
 
     def recompute(self, layers: int) -> Recompute:
-        def fill(positions: npt.NDArray[np.int64], slots: torch.Tensor) -> None:
-            x, at = self.ids, to_device(positions, slots.device)
-            for layer, pool in zip(self.layers[:layers], self.pools, strict=False):
-                x, pool.k[slots], pool.v[slots] = layer.forward(x, at, self.lengths)
+        slots = self.slots
 
-        return Recompute(layers, fill, current_stream(self.device.kind))
+        def fill() -> None:
+            x = self.ids
+            for layer, pool in zip(self.layers[:layers], self.pools, strict=False):
+                x, pool.k[slots], pool.v[slots] = layer.forward(x, self.positions, self.lengths)
+
+        return Recompute(layers, slots, fill, current_stream(self.device.kind))
 
     def poison(self) -> None:
         """A slot that is not restored shows."""

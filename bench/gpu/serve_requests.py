@@ -210,9 +210,7 @@ async def _decode(
 
 def recomputed_tokens(server: Restorer) -> float:
     """Tokens of hits that were recomputed in slices so far."""
-    counters = fetch(server.server.url).counters
-    first_layers = counters["tokens"].get("eager_recomputed", 0.0)
-    return first_layers + counters["l3_tokens"].get("recomputed", 0.0)
+    return fetch(server.server.url).counters["l3_tokens"].get("recomputed", 0.0)
 
 
 def ask(server: Restorer, prompts: list[list[int]], tokens: int) -> list[Reply]:

@@ -10,8 +10,6 @@ from functools import partial
 from threading import get_ident
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from hcache_backend import metrics
@@ -251,14 +249,17 @@ class RecomputedRows:
     def taken_from(self, recompute: Recompute) -> Recompute:
         """The same, and its rows are taken; if a layer shows too few it has failed."""
 
-        def fill(positions: npt.NDArray[np.int64], slots: torch.Tensor) -> None:
-            shape = self._staging.layers, len(slots), self._staging.width
-            self._rows = torch.empty(shape, dtype=self._staging.dtype, device=slots.device)
+        tokens = len(recompute.slots)
+
+        def fill() -> None:
+            shape = self._staging.layers, tokens, self._staging.width
+            device = recompute.slots.device
+            self._rows = torch.empty(shape, dtype=self._staging.dtype, device=device)
             self._seen = [0] * len(self._rows)
             with self._hooks.to(self._take):
-                recompute.fill(positions, slots)
-            if any(seen != len(slots) for seen in self._seen):
-                raise RuntimeError(f"layers showed {self._seen} rows of {len(slots)}")
+                recompute.fill()
+            if any(seen != tokens for seen in self._seen):
+                raise RuntimeError(f"layers showed {self._seen} rows of {tokens}")
 
         return recompute._replace(fill=fill)
 

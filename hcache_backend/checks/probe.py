@@ -277,7 +277,7 @@ def check_recompute(
     ids, none = probe.token_ids.numpy(force=True), slots[:0]
     before = others[:half]
     spans = [TokenSpan(ids, none), TokenSpan(ids[:half], none), TokenSpan(ids[half:], before)]
-    where, positions = torch.cat((slots, others)), probe.positions.repeat(2)
+    where = torch.cat((slots, others))
     halves = slice(half), slice(half, tokens)
     # A shorter prompt, as in a chunk, a larger batch, and prompts as long as the spans; at last one
     # in two chunks, whose attention sums in another order.
@@ -301,7 +301,7 @@ def check_recompute(
         # On the stream of service; nothing is served yet, so the host may wait.
         forwards = recomputer.stream()
         current_stream(slots.device).record().synchronize()
-        forwards.run(lambda: recomputer.recompute(len(probe.layers), positions, where, spans))
+        forwards.run(lambda: recomputer.recompute(len(probe.layers), where, spans))
         forwards.record().synchronize()
         recomputed = by_layer([*halves_of(slots), *halves_of(others)])
     except Exception as error:  # a model's own code, with an unusual batch

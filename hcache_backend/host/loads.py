@@ -1,6 +1,7 @@
 """Loads from host memory, from SGLang's request for one to the launch of all queued loads as one
-restore: missing layers are transferred together, and the same number of first layers is recomputed
-in all of them.
+restore: missing pages are transferred together, and the same number of first layers is recomputed
+in all of them. First layers that are not stored are recomputed here, also those of pages that were
+restored while L3 was read.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ class Prepared(NamedTuple):
 
     slots: torch.Tensor  # of all pages of the load, int64 [pages * page_size]
     ready: npt.NDArray[np.bool_]  # with K and V of the stored layers, now or later; bool [pages]
-    whole: npt.NDArray[np.bool_]  # those with K and V of all layers; bool [pages]
     restores: tuple[RunningRestore, ...]  # that write the ready ones, or still read them
 
 
@@ -43,16 +43,12 @@ class QueuedLoad:
     """A load of whole pages."""
 
     host_pages: Ids  # int64 [pages]
-    spans: Sequence[TokenSpan | None] = ()  # of layers not launched; None: not recomputable
+    span: TokenSpan | None = None  # its tokens; None: they cannot be recomputed
     prepared: Prepared | None = None  # prepared by eager restores; None without these
 
     @property
     def ready(self) -> npt.NDArray[np.bool_]:
         return self.prepared.ready if self.prepared else np.zeros(len(self.host_pages), np.bool_)
-
-    @property
-    def whole(self) -> npt.NDArray[np.bool_]:
-        return self.prepared.whole if self.prepared else np.zeros(len(self.host_pages), np.bool_)
 
 
 @dataclass(eq=False)
@@ -80,20 +76,16 @@ class LoadQueue:
         None: layers that are not stored cannot be recomputed."""
         if self.stored_from > self._recomputable:
             return None
-        load = QueuedLoad(host_pages, [self._span(host_pages, prefix)])
+        load = QueuedLoad(host_pages, self._span(host_pages, prefix))
         if self._recomputer is not None:
             # Here and not in launch: then SGLang's stream of loads is the current one.
             self._forwards = self._recomputer.stream()
-        return None if self.stored_from and None in load.spans else load
+        return None if self.stored_from and load.span is None else load
 
-    def add_load(self, load: QueuedLoad, slots: torch.Tensor) -> None:
-        """SGLang queued ``load``, to ``slots`` (int64 ``[pages * page_size]``, on the device)."""
+    def add_load(self, load: QueuedLoad) -> None:
+        """SGLang queued ``load``."""
         if load.prepared is not None and load.prepared.restores:
             self._pipeline.handed_out()
-        if load.prepared is not None and load.spans:
-            [span] = load.spans
-            lacking = runs(np.flatnonzero(~load.whole).tolist())
-            load.spans = [span and self._part(span, slots, pages) for pages in lacking]
         self._queued.append(load)
 
     def drop_queued(self) -> None:
@@ -106,15 +98,11 @@ class LoadQueue:
         Raises if unstored layers could not be recomputed: no batch may use the slots."""
         loads, self._queued = self._queued, []
         pages = self._arena.physical(np.concatenate([load.host_pages for load in loads]))
-        ready = np.concatenate([load.ready for load in loads])
-        missing = ~ready
+        missing = ~np.concatenate([load.ready for load in loads])
         all_missing = bool(missing.all())
-        recompute = self._recompute_queued(loads, only_missing=not all_missing)
+        recompute = self._recompute_queued(loads, slots, only_unstored=not all_missing)
         prepared = [load.prepared for load in loads if load.prepared is not None]
         restores = tuple({id(one): one for each in prepared for one in each.restores}.values())
-        if recompute is not None and not all_missing:
-            lack = ~np.concatenate([load.whole for load in loads])
-            recompute = self._only_for(recompute, pages[lack], self._slots(slots, lack))
         if recompute is not None or missing.any():
             some, there = pages[missing], slots if all_missing else self._slots(slots, missing)
             restore = self._pipeline.start(some, there, recompute)
@@ -164,61 +152,47 @@ class LoadQueue:
     def _recomputable(self) -> int:
         return 0 if self._recomputer is None else self._recomputer.layers
 
-    def recompute_pages(self, token_ids: Ids, prefix: torch.Tensor) -> Recompute | None:
-        """Recomputation of all layers of tokens (int64 ``[n]``) behind ``prefix``, or None."""
-        return self._recompute_now(len(self.methods.methods), TokenSpan(token_ids, prefix))
-
-    def recompute_of(self, host_pages: Ids, layers: int, prefix: Prefix) -> Recompute | None:
-        """Recomputation of the first ``layers`` (at least 1) of pages (int64 ``[p]``), or None."""
-        return self._recompute_now(layers, self._span(host_pages, prefix))
-
-    def _recompute_now(self, layers: int, span: TokenSpan | None) -> Recompute | None:
-        if span is None or self._recomputer is None:
+    def recompute_pages(self, span: TokenSpan, slots: torch.Tensor) -> Recompute | None:
+        """Recomputation of all layers of ``span`` to ``slots``, or None."""
+        if self._recomputer is None:
             return None
-        return self._recompute(layers, [span], self._recomputer.stream())
+        layers, forwards = len(self.methods.methods), self._recomputer.stream()
+        return self._recompute(layers, slots, [span], forwards)
 
     def _recompute_queued(
-        self, loads: Sequence[QueuedLoad], *, only_missing: bool
+        self, loads: Sequence[QueuedLoad], slots: torch.Tensor, *, only_unstored: bool
     ) -> Recompute | None:
-        """First layers of ``loads``; ``only_missing``: only those that are not stored."""
-        wanted = [span for load in loads for span in load.spans]
-        spans = [span for span in wanted if span is not None]
-        first = self.stored_from if wanted else 0
-        if not spans or len(spans) < len(wanted) or self._recomputer is None:
+        """First layers of ``loads``, to ``slots``; ``only_unstored``: only those not stored."""
+        spans = [load.span for load in loads if load.span is not None]
+        first = self.stored_from
+        if len(spans) < len(loads) or self._recomputer is None:
             assert first == 0, "pages without their first layers were queued"
             return None
-        if not only_missing:
+        if not only_unstored:
             tokens = sum(len(span.token_ids) for span in spans)
             pairs = sum(len(span.token_ids) * len(span.prefix) for span in spans)
             prefix, slowdown = pairs // tokens, self._slowdown(tokens)
             first = max(first, self.methods.first_layers(tokens, prefix, slowdown))
-        return self._recompute(first, spans, self._forwards) if first else None
+        return self._recompute(first, slots, spans, self._forwards) if first else None
 
     def _recompute(
-        self, layers: int, spans: Sequence[TokenSpan], forwards: Stream | None
+        self,
+        layers: int,
+        slots: torch.Tensor,
+        spans: Sequence[TokenSpan],
+        forwards: Stream | None,
     ) -> Recompute:
         recomputer = self._recomputer
         assert recomputer is not None and forwards is not None
 
-        def fill(positions: npt.NDArray[np.int64], slots: torch.Tensor) -> None:
+        def fill() -> None:
             # The prefixes were made on the scheduler's stream, and may die there before this ran.
             now = current_stream(self._device)
             for span in spans:
                 now.keep(span.prefix)
-            recomputer.recompute(layers, to_device(positions, slots.device), slots, spans)
+            recomputer.recompute(layers, slots, spans)
 
-        return Recompute(layers, fill, forwards)
-
-    def _only_for(self, recompute: Recompute, pages: Ids, slots: torch.Tensor) -> Recompute:
-        """The same for all tokens of ``pages`` (physical), transferred or not."""
-        self._arena.host_access(pages, write=False, header=True)
-        positions = self._layout.positions(self._arena.memory)[pages].reshape(-1).astype(np.int64)
-
-        def fill(*_: object) -> None:
-            current_stream(slots.device).keep(slots)
-            recompute.fill(positions, slots)
-
-        return recompute._replace(fill=fill)
+        return Recompute(layers, slots, fill, forwards)
 
     def _span(self, host_pages: Ids, prefix: Prefix) -> TokenSpan | None:
         """The tokens of pages; None if they cannot be recomputed, or ``prefix`` is not theirs."""
@@ -232,11 +206,6 @@ class LoadQueue:
             slots = prefix() if first else torch.empty(0, dtype=torch.int64, device=self._device)
         known = slots is not None and len(slots) == first
         return TokenSpan(token_ids.astype(np.int64), slots) if known else None
-
-    def _part(self, span: TokenSpan, slots: torch.Tensor, pages: range) -> TokenSpan:
-        size = self._layout.page_size
-        start, stop = pages.start * size, pages.stop * size
-        return TokenSpan(span.token_ids[start:stop], torch.cat((span.prefix, slots[:start])))
 
     def _slots(self, slots: torch.Tensor, pages: npt.NDArray[np.bool_]) -> torch.Tensor:
         chosen = to_device(np.flatnonzero(pages), slots.device)

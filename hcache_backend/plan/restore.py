@@ -245,7 +245,7 @@ class Restore:
     def describe(self) -> str:
         return describe(Partition(*(len(self.layers(method)) for method in LAYER_METHODS)))
 
-    # ---- estimates; without a profile only `layer` and `first_layers` have an answer ----
+    # ---- estimates; without a profile only `recompute` and `first_layers` have an answer ----
 
     def costs(self, tokens: int, prefix: float = 0, l3: L3Path = "none") -> LayerCosts:
         """Costs of one layer of ``tokens`` tokens; ``prefix`` tokens before them are on the device.
@@ -292,15 +292,17 @@ class Restore:
         size, disk = self.sides.size, None if l3 == "none" else self.profile.l3
         return disk.time(size) if disk else 0, self.profile.kv_load.time(size / self.ranks)
 
-    def layer(self, tokens: int, prefix: float) -> float:
-        """Seconds to recompute one layer of ``tokens`` tokens after ``prefix``. Without a profile
-        the number has no unit and shows only the growth."""
-        return float(tokens) if self.profile is None else self.costs(tokens, prefix).c_tok
+    def recompute(self, tokens: int, prefix: float) -> float:
+        """Seconds to recompute all layers of pages, of ``tokens`` tokens after ``prefix``. Without
+        a profile the number has no unit and shows only the growth."""
+        if self.profile is None:
+            return float(tokens)
+        return self.costs(tokens, prefix).c_tok * self.partition.layers
 
     def prefill(self, tokens: int, prefix: float) -> float:
-        """Seconds to compute all layers of ``tokens`` tokens after ``prefix``."""
+        """Seconds to compute all layers of the model, of ``tokens`` tokens after ``prefix``."""
         assert self.shape is not None
-        return self.layer(tokens, prefix) * self.shape.layers
+        return self.costs(tokens, prefix).c_tok * self.shape.layers
 
     def read(self, tokens: int, prefix: float) -> float:
         """Seconds to read ``tokens`` tokens from our store."""

@@ -5,8 +5,8 @@ and a load gets the prepared device pages. It may never come, so reserved pages 
 
 - A device page is free, reserved for one host page, or handed out.
 - It is launched for a host page once: after that page arrived and was proven, or to be recomputed
-  whole, and then the host page is made of it.
-- First layers that it lacks are recomputed only behind pages that lack none.
+  whole, behind pages that were, and then the host page is made of it.
+- First layers that are not stored are recomputed by the load (host/loads.py).
 - It is handed out once, with the restore that writes it. It becomes free only behind what writes
   it, and what recomputes from it.
 - A freed host page gives its device page back. The caller waits for the restore, because the next
@@ -18,7 +18,7 @@ and a load gets the prepared device pages. It may never come, so reserved pages 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -46,13 +46,8 @@ class Reserved:
     of: Reservation
     number: int  # in the reservation
     host_page: int
-    lacks: int  # first layers that nobody has launched: of a page that has not arrived all or none
     held: bool = True  # neither given back nor handed out
     restore: RunningRestore | None = None  # was launched for it, or recomputes it whole
-
-    @property
-    def is_whole(self) -> bool:
-        return self.restore is not None and not self.lacks
 
 
 @dataclass(eq=False)
@@ -67,7 +62,7 @@ class Reservation:
     last_slice: tuple[int, RunningRestore] | None = None
     failed: bool = False  # a launch failed on this rank: its pages have any content
     released: int | None = None  # the first page that is not held any more
-    _front: int = 0  # all pages before this one were held and whole when it came there
+    _front: int = 0  # all pages before this one were held and launched when it came there
 
     def waiting(self) -> list[Reserved]:
         return [page for page in self.pages if page.held and page.restore is None]
@@ -83,25 +78,22 @@ class Reservation:
         return held if not self.first and held >= self._front else 0
 
     def to_recompute(self, most: int) -> range:
-        """At most ``most`` pages that lack the same layers, behind held pages that lack none."""
+        """At most ``most`` pages that were not launched, behind held pages that were."""
         end = self.reachable
-        while self._front < end and self.pages[self._front].is_whole:
+        while self._front < end and self.pages[self._front].restore is not None:
             self._front += 1
         start = stop = self._front
-        layers = self.pages[start].lacks if start < end else 0
-        while layers and stop - start < most and stop < end and self.pages[stop].lacks == layers:
+        while stop < min(end, start + most) and self.pages[stop].restore is None:
             stop += 1
         return range(start, stop)
 
 
 class Recomputation(NamedTuple):
-    """Consecutive pages of a prefetch whose first layers can be recomputed now."""
+    """Consecutive pages of a prefetch that have not arrived and can be recomputed now."""
 
     operation: Any  # SGLang's, of the prefetch
     reservation: Reservation
     pages: range  # their numbers in the reservation
-    layers: int  # first layers that each of them lacks
-    unread: bool  # these are all: the pages have not arrived, and are not waited for
 
     @property
     def host_pages(self) -> Ids:
@@ -132,8 +124,7 @@ class EagerRestores:
     _size: int  # tokens of a page
     _free: DevicePages
     # _launch(host_pages, slots) restores consecutive pages that have arrived: [p], [p * page_size].
-    # Returns the restore, and the number of their first layers that must be recomputed yet.
-    _launch: Callable[[Ids, torch.Tensor], tuple[RunningRestore, int]]
+    _launch: Callable[[Ids, torch.Tensor], RunningRestore]
     limit: int  # most reserved pages
     _at_once: Callable[[int], int] = lambda pages: 1  # from :func:`launch_pages`
 
@@ -151,13 +142,10 @@ class EagerRestores:
         """The prefetches after :meth:`reserve` and before :meth:`end`, in order."""
         return list(self._running)
 
-    def reserve(
-        self, prefetch: Hashable, keys: Sequence[Hashable], host_pages: Ids, unread: int = 0
-    ) -> int:
+    def reserve(self, prefetch: Hashable, keys: Sequence[Hashable], host_pages: Ids) -> int:
         """A prefetch begins, of ``keys`` to ``host_pages``: reserve device pages for as many as
         possible, from the first one on that no running prefetch brings; returns their number.
-        Device pages of ended prefetches are given back for it, the oldest first. ``unread``: layers
-        to recompute of a page that has not arrived; 0 if that is not allowed."""
+        Device pages of ended prefetches are given back for it, the oldest first."""
         coming = {key for other in self._running.values() for key in other.keys}
         first = next((i for i, key in enumerate(keys) if key not in coming), len(keys))
         ended = (one for one in self._reservations if one not in self._running.values())
@@ -172,7 +160,7 @@ class EagerRestores:
         ids = host_pages[chosen.start : chosen.stop].tolist()
         slots = self._free.take(len(chosen)) if ids else torch.empty(0, dtype=torch.int64)
         reservation = Reservation(slots, keys[chosen.start : chosen.stop], chosen.start)
-        reservation.pages = [Reserved(reservation, i, page, unread) for i, page in enumerate(ids)]
+        reservation.pages = [Reserved(reservation, i, page) for i, page in enumerate(ids)]
         self._running[prefetch] = reservation
         self._reservations.append(reservation)
         self._reserved.update(zip(ids, reservation.pages, strict=True))
@@ -199,20 +187,19 @@ class EagerRestores:
         for run in runs(due):
             some = reservation.pages[run.start : run.stop]
             ids = np.array([page.host_page for page in some], dtype=np.int64)
-            restore, lacks = self._launch(ids, self._slots(reservation, run))
+            restore = self._launch(ids, self._slots(reservation, run))
             reservation.failed |= restore.failed is not None
             for page in some:
-                page.restore, page.lacks = restore, lacks
+                page.restore = restore
             self._reading.append((ids.tolist(), restore))
         return len(due)
 
-    def to_recompute(self, most: int) -> Iterator[Recomputation]:
-        """Up to ``most`` pages per running prefetch that lack first layers, behind whole pages."""
-        for prefetch, reservation in self._running.items():
-            if pages := reservation.to_recompute(most):
-                first = reservation.pages[pages.start]
-                unread = first.restore is None
-                yield Recomputation(prefetch, reservation, pages, first.lacks, unread)
+    def to_recompute(self, prefetch: Hashable, most: int) -> Recomputation | None:
+        """Up to ``most`` pages of a running prefetch that can be recomputed; None if there are
+        none."""
+        reservation = self._running[prefetch]
+        pages = reservation.to_recompute(most)
+        return Recomputation(prefetch, reservation, pages) if pages else None
 
     def slots(self, due: Recomputation) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots of the tokens of ``due``, and of all tokens before them in the prefetch."""
@@ -221,17 +208,15 @@ class EagerRestores:
 
     def recomputed(self, done: Recomputation, restore: RunningRestore) -> None:
         """``restore`` was launched for ``done``, behind earlier ones on the same stream. It reads K
-        and V of all tokens before; unread pages are in host memory behind its event ``copied``."""
+        and V of all tokens before; the pages are in host memory behind its event ``copied``."""
         before = done.reservation.last_slice
         # A failed slice may have written more pages than are tried again.
         stop = max(done.pages.stop, before[0] if before is not None else 0)
         done.reservation.last_slice = stop, restore
-        if done.unread:
-            self._reading.append((done.host_pages.tolist(), restore))
-        if restore.failed is not None:
-            return
-        for page in done.reservation.pages[done.pages.start : done.pages.stop]:
-            page.lacks, page.restore = 0, page.restore or restore
+        self._reading.append((done.host_pages.tolist(), restore))
+        if restore.failed is None:
+            for page in done.reservation.pages[done.pages.start : done.pages.stop]:
+                page.restore = restore
 
     def end(self, prefetch: Hashable) -> int:
         """No more pages come. Gives back the pages that were not launched, and returns their
@@ -253,10 +238,10 @@ class EagerRestores:
             if not wanted.isdisjoint(pages):
                 _until_copied(restore)
 
-    def whole_pages(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
-        """Mask of the pages that :meth:`hand_out` would give whole."""
-        whole = [page is not None and page.is_whole for page in self._found(host_pages)]
-        return np.array(whole, dtype=np.bool_)
+    def ready_pages(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
+        """Mask of the pages that :meth:`hand_out` would give with K and V of stored layers."""
+        found = self._found(host_pages)
+        return np.array([page is not None and page.restore is not None for page in found], np.bool_)
 
     def failed(self, host_pages: Ids) -> bool:
         """True if no load may get the device pages for these: a launch failed on this rank."""
@@ -281,8 +266,7 @@ class EagerRestores:
             return None
         found = self._found(host_pages)
         handed = [page for page in found if page is not None]
-        ready = np.array([page is not None and page.restore is not None for page in found])
-        whole = self.whole_pages(host_pages)
+        ready = self.ready_pages(host_pages)
         restores = tuple(_using(handed))
         # A slice that failed may still write pages that the load is going to write.
         until_written(_using([page for page in handed if page.restore is None]))
@@ -304,7 +288,7 @@ class EagerRestores:
             elif taken is not None:
                 own, taken = taken.tensor_split([len(pages) * self._size])
                 parts.append(own)
-        return Prepared(torch.cat(parts), ready, whole, restores)
+        return Prepared(torch.cat(parts), ready, restores)
 
     def give_all_back(self) -> None:
         """Give back everything and block until nothing reads host pages; prefetches go on."""

@@ -26,6 +26,7 @@ from hcache_backend.prefetch.prefetch import Meeting, Prefetches
 from hcache_backend.prefetch.slices import Governor, SliceBudget
 from hcache_backend.ranks import Proposal, Turn
 from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.restore.recompute import TokenSpan
 from hcache_backend.restore.report import RunningRestore
 
 _FIRST = 8  # prefetches that get device pages: L3 is read for one after the other
@@ -35,7 +36,7 @@ class Offer(NamedTuple):
     """Pages that a slice may recompute. ``proposal``: how many of them, 0 if no slice may start."""
 
     due: Recomputation
-    meeting: Meeting | None  # its reader leaves them alone; None: the pages were read
+    meeting: Meeting  # its reader leaves them alone
     proposal: Proposal
 
 
@@ -94,12 +95,12 @@ class EagerLoads:
                 metrics.TOKENS.count("eager", arrived * size)
                 self._loads.count_finished()  # no load may come for a long time
         self._pool.mark_arrived()
-        # Layers that were recomputed long ago are in front of no batch any more.
+        # Slices that ended long ago are in front of no batch any more.
         self._recomputed = self._recomputed and self._budget.unfinished() > 0
         self._offer(turn)
 
     def take_recomputed(self) -> bool:
-        """True if layers were recomputed since the last call, in front of the next forward pass."""
+        """True if a slice was launched since the last call, in front of the next forward pass."""
         recomputed, self._recomputed = self._recomputed, False
         return recomputed
 
@@ -108,21 +109,20 @@ class EagerLoads:
         keys = operation.hash_value[: len(host_pages)]
         if len(keys) <= eager.batch_pages(len(keys)):
             keys = []  # it comes in one piece
-        meeting, unread = self._prefetches.of(operation).meeting, 0
+        meeting = self._prefetches.of(operation).meeting
         if meeting is not None:
             meeting.set_pages(len(operation.hash_value))
-            unread = len(self._loads.methods.methods)
-        self.restores.reserve(operation, keys, host_pages[: len(keys)], unread)
+        self.restores.reserve(operation, keys, host_pages[: len(keys)])
         # Forward passes that were launched may still use pages that are free already.
         controller.after_forwards(self._stream)
 
-    def _launch(self, host_pages: Ids, slots: torch.Tensor) -> tuple[RunningRestore, int]:
-        physical, lacking = self._pool.arena.physical(host_pages), self._loads.stored_from
+    def _launch(self, host_pages: Ids, slots: torch.Tensor) -> RunningRestore:
+        physical, first = self._pool.arena.physical(host_pages), self._loads.stored_from
         caught = metrics.catching("restore", "pages that arrived cannot be restored: a miss")
         restore = None
         with self._stream.as_current(), metrics.timed("host_load"), caught:
-            restore = self._pipeline.start(physical, slots, None, lacking, ahead=True)
-        return restore or self._pipeline.abandoned(len(slots)), lacking
+            restore = self._pipeline.start(physical, slots, None, first, ahead=True)
+        return restore or self._pipeline.abandoned(len(slots))
 
     @property
     def recomputes_pages(self) -> bool:
@@ -134,8 +134,8 @@ class EagerLoads:
 
     def seconds_to_recompute(self, tokens: int, prefix: int) -> float:
         """Time of all layers of tokens in slices; infinite if put off or unknown. Any thread."""
-        share, layers = self.governor.pace.share, len(self._loads.methods.methods)
-        seconds = self._budget.seconds(tokens, self._pool.page_size, prefix, layers)
+        share = self.governor.pace.share
+        seconds = self._budget.seconds(tokens, self._pool.page_size, prefix)
         if seconds == math.inf:  # no slice has run yet: as a prefill, then
             seconds = self._l3.estimates.prefill.seconds(tokens, prefix) or math.inf
         return seconds / share if share else math.inf
@@ -155,30 +155,30 @@ class EagerLoads:
         size, budget, pace = self._pool.page_size, self._budget, self.governor.pace
         while self._offers:  # an error came between
             self._taken(self._offers.pop(), 0)
-        for due in self.restores.to_recompute(max(1, budget.tokens // size)):
-            if (prefix := self._tokens_before(due)) is None:
+        for operation in self.restores.running():
+            meeting = self._prefetches.of(operation).meeting
+            if meeting is None:
                 continue
-            until = math.inf, math.inf, 0.0
-            meeting = self._prefetches.of(due.operation).meeting if due.unread else None
-            if meeting is not None:
-                together, alone = self.until_met(meeting, prefix)
-                # Slower pages are read sooner, some or all.
-                until = alone, together, self.seconds_to_recompute(size, prefix)
-            allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share, *until)
-            room = allowed if meeting is None else meeting.offer(allowed)
+            due = self.restores.to_recompute(operation, max(1, budget.tokens // size))
+            if due is None or (prefix := self._tokens_before(due)) is None:
+                continue
+            together, alone = self.until_met(meeting, prefix)
+            # Slower pages are read sooner, some or all.
+            until = alone, together, self.seconds_to_recompute(size, prefix)
+            room = meeting.offer(budget.pages(len(due.pages), size, prefix, pace.share, *until))
             proposal = turn.propose(0 if due.reservation.failed else room)
             self._offers.append(Offer(due, meeting, proposal))
         if self._offers and not pace.share:
             metrics.SLICES.count(pace.decision)
 
     def apply_slices(self) -> None:
-        """The ranks have agreed: recompute layers of the first offer that all allow."""
+        """The ranks have agreed: recompute pages of the first offer that all allow."""
         decision, launched = self.governor.pace.decision, False
         while self._offers:
             offer = self._offers.pop(0)
             [pages] = offer.proposal.least
             # The turn may have ended the prefetch, on all ranks.
-            ended = offer.due.unread and offer.due.operation.is_terminated()
+            ended = offer.due.operation.is_terminated()
             pages = self._taken(offer, 0 if launched or ended else pages)
             if pages:
                 launched = self._recompute_slice(offer.due.first(pages), offer.meeting)
@@ -187,47 +187,39 @@ class EagerLoads:
 
     def _taken(self, offer: Offer, pages: int) -> int:
         """Let the reader go on behind ``pages`` of the front; returns how many the offer gets."""
-        meeting, start = offer.meeting, offer.due.pages.start
-        return 0 if meeting is not None and meeting.take_offered(pages).start != start else pages
+        taken = offer.meeting.take_offered(pages)
+        return len(taken) if taken.start == offer.due.pages.start else 0
 
     def _tokens_before(self, due: Recomputation) -> int | None:
         """Number of tokens of the sequence before ``due``; None if it cannot be recomputed."""
-        if not due.unread:
-            [page] = self._pool.arena.pages(due.host_pages[:1], header=True)
-            return int(self._pool.page_layout.positions(page)[0])
         others = self._before_prefetch(due.operation)
         if others is None or due.operation.is_terminated() or not self.recomputes_pages:
             return None
         follows = len(others) == due.operation.storage_start  # or its pages follow other tokens
         return len(others) + due.pages.start * self._pool.page_size if follows else None
 
-    def _recompute_slice(self, due: Recomputation, meeting: Meeting | None) -> bool:
+    def _recompute_slice(self, due: Recomputation, meeting: Meeting) -> bool:
         """Recompute all of ``due``, as in an :class:`Offer`. Returns True if that was launched."""
         others = self._before_prefetch(due.operation)
         if others is None:
             return False
         slots, before = self.restores.slots(due)
         prefix, size = torch.cat((others, before)), self._pool.page_size
-        if due.unread:
-            tokens = slice(due.pages.start * size, due.pages.stop * size)
-            of_hit = self._prefetches.of(due.operation).token_ids
-            assert of_hit is not None
-            token_ids = of_hit[tokens]
-            recompute = self._loads.recompute_pages(token_ids, prefix)
-        else:
-            recompute = self._loads.recompute_of(due.host_pages, due.layers, lambda: prefix)
+        of_hit = self._prefetches.of(due.operation).token_ids
+        assert of_hit is not None
+        token_ids = of_hit[due.pages.start * size : due.pages.stop * size]
+        recompute = self._loads.recompute_pages(TokenSpan(token_ids, prefix), slots)
         if recompute is None:
             return False
-        rows = self._new_rows() if due.unread and self._new_rows is not None else None
+        rows = None if self._new_rows is None else self._new_rows()
         if rows is not None:
             recompute = rows.taken_from(recompute)
-        positions = np.arange(len(prefix), len(prefix) + len(slots))
-        # Unread pages are behind others that were loaded, or recomputed on the same stream.
-        after: list[RunningRestore] | None = [] if due.unread else None
-        restore = self._pipeline.start_recomputation(recompute, positions, slots, after)
-        if due.unread and restore.failed is None:
+        # These pages are behind others that were loaded, or recomputed on the same stream.
+        restore = self._pipeline.start_recomputation(recompute)
+        if restore.failed is None:
             # As a backup would: for HiCache these pages are in host memory now.
             host_pages = due.host_pages
+            positions = np.arange(len(prefix), len(prefix) + len(slots))
             self._pool.arena.recomputed(host_pages, positions, token_ids)
             save = partial(self._pool.save_recomputed, host_pages, slots, rows)
             problem = restore.save_recomputed(self._saving, slots, save)
@@ -235,18 +227,15 @@ class EagerLoads:
                 self._pool.arena.mark_saved(host_pages, np.zeros(len(host_pages), np.bool_))
                 metrics.PROBLEMS.count("recomputed_not_saved")
                 logger.warning("hcache: recomputed pages could not be stored: %r", problem)
-        self._budget.launched(restore, len(prefix), due.layers)
+        self._budget.launched(restore, len(prefix))
         self._recomputed = True
         self.restores.recomputed(due, restore)
         if restore.failed is not None:
             self._loads.recomputation_failed(restore.failed)
             return True
-        if meeting is None:
-            metrics.TOKENS.count("eager_recomputed", len(slots))
-        else:
-            metrics.L3_TOKENS.count("recomputed", len(slots))
-            meeting.launched(due.pages)
-            due.operation.completed_tokens = meeting.pages * size
+        metrics.L3_TOKENS.count("recomputed", len(slots))
+        meeting.launched(due.pages)
+        due.operation.completed_tokens = meeting.pages * size
         return True
 
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:

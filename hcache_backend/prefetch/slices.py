@@ -19,55 +19,52 @@ _LEAST_TOKENS = 256  # of a slice alone: fewer take as long, because all weights
 
 class SliceBudget:
     """Bounds a slice: it may take ``seconds`` if it has the GPU alone, and have ``tokens``.
-    ``curve``: recomputing one layer. ``known``: in seconds; otherwise the first slice is short."""
+    ``curve``: recomputing all layers. ``known``: in seconds; otherwise the first slice is short."""
 
     def __init__(self, seconds: float, tokens: int, curve: Curve, *, known: bool) -> None:
         self.tokens = tokens
         self._seconds = seconds
-        self._layer = Estimate(curve, known=known)
-        self._launched: deque[tuple[RunningRestore, int, int]] = deque()  # prefix, layers
+        self._recomputing = Estimate(curve, known=known)
+        self._launched: deque[tuple[RunningRestore, int]] = deque()  # with the tokens before it
 
     def pages(
         self,
         most: int,
         page_size: int,
         prefix: int,
-        layers: int,
         share: float = 1.0,
         within: float = math.inf,
         best: float = math.inf,
         first: float = 0.0,
     ) -> int:
-        """Number of pages, up to ``most`` (at least 1), of which a slice may recompute ``layers``
-        layers now, behind ``prefix`` tokens, in ``share`` of the time of a slice; none unless one
-        would end in less than ``within`` seconds, behind the slices that were launched, and several
-        only if they would end in ``best``. The ``first`` slice takes so many seconds for a page."""
+        """Number of pages, up to ``most`` (at least 1), that a slice may recompute now, behind
+        ``prefix`` tokens, in ``share`` of the time of a slice; none unless one would end in less
+        than ``within`` seconds, behind the slices that were launched, and several only if they
+        would end in ``best``. The ``first`` slice takes so many seconds for a page."""
         if not share or self.unfinished() >= _UNFINISHED:
             return 0
-        seconds = self._layer.seconds
-        queued = sum(n * (seconds(one.tokens, before) or 0.0) for one, before, n in self._launched)
-        layer = seconds(page_size, prefix)
-        if queued + (first if layer is None else layer * layers) >= within:
+        seconds = self._recomputing.seconds
+        queued = sum(seconds(one.tokens, before) or 0.0 for one, before in self._launched)
+        page = seconds(page_size, prefix)
+        if queued + (first if page is None else page) >= within:
             return 0
-        return self._slice(most, page_size, prefix, layers, share, min(within - queued, best))
+        return self._slice(most, page_size, prefix, share, min(within - queued, best))
 
-    def seconds(self, tokens: int, page_size: int, prefix: int, layers: int) -> float:
+    def seconds(self, tokens: int, page_size: int, prefix: int) -> float:
         """Time of slices of ``tokens`` in all, one after the other, without other users of the GPU;
         infinite if unknown. Arguments as in :meth:`pages`. Any thread."""
         middle, most = prefix + tokens // 2, max(1, tokens // page_size)
-        pages = self._slice(most, page_size, middle, layers, 1.0, math.inf)
-        layer = self._layer.seconds(pages * page_size, middle)
-        return math.inf if layer is None else layer * layers * tokens / (pages * page_size)
+        pages = self._slice(most, page_size, middle, 1.0, math.inf)
+        seconds = self._recomputing.seconds(pages * page_size, middle)
+        return math.inf if seconds is None else seconds * tokens / (pages * page_size)
 
-    def _slice(
-        self, most: int, page_size: int, prefix: int, layers: int, share: float, within: float
-    ) -> int:
+    def _slice(self, most: int, page_size: int, prefix: int, share: float, within: float) -> int:
         """Number of pages, at least one, of a slice that may take ``within`` seconds."""
-        if self._layer.seconds(page_size, prefix) is None:
+        if self._recomputing.seconds(page_size, prefix) is None:
             return 1  # no slice has run yet
 
         def seconds(pages: int) -> float:
-            return (self._layer.seconds(pages * page_size, prefix) or 0.0) * layers
+            return self._recomputing.seconds(pages * page_size, prefix) or 0.0
 
         counts, longest = range(1, most + 1), min(share * self._seconds, within)
         pages = bisect_right(counts, longest, key=seconds)
@@ -78,14 +75,14 @@ class SliceBudget:
 
     def unfinished(self) -> int:
         while self._launched and self._launched[0][0].done():
-            restore, prefix, layers = self._launched.popleft()
+            restore, prefix = self._launched.popleft()
             if restore.failed is None:
                 seconds = max(restore.report().busy_ms("compute") / 1e3, 1e-9)
-                self._layer.measured(restore.tokens, prefix, seconds / layers)
+                self._recomputing.measured(restore.tokens, prefix, seconds)
         return len(self._launched)
 
-    def launched(self, restore: RunningRestore, prefix: int, layers: int) -> None:
-        self._launched.append((restore, prefix, layers))
+    def launched(self, restore: RunningRestore, prefix: int) -> None:
+        self._launched.append((restore, prefix))
 
 
 RUNNING_LIMIT = 8  # beside this many running requests nothing is recomputed

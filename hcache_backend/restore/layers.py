@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Literal, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from hcache_backend.plan.restore import FIRST_PIECE_TOKENS
@@ -44,12 +42,12 @@ class RestoredLayer(NamedTuple):
 
 
 class Recompute(NamedTuple):
-    """Recomputation of a restore's first layers. ``fill(positions, slots)`` writes K and V of all
-    tokens: int64 ``[pages * page_size]`` each, positions on the CPU. ``stream`` is the engine's
-    stream of forward passes, on which ``fill`` is run."""
+    """Recomputation of the first layers of some tokens. ``fill`` writes their K and V to ``slots``
+    (int64 ``[n]``, on the device), on ``stream``, the engine's stream of forward passes."""
 
     layers: int  # at least those of which nothing is stored
-    fill: Callable[[npt.NDArray[np.int64], torch.Tensor], None]
+    slots: torch.Tensor
+    fill: Callable[[], None]
     stream: Stream
 
 

@@ -127,7 +127,7 @@ class RestorePipeline:
         while parts and len(arrived) < room_for:
             arrived.append(copy(parts.popleft()))
         if recompute is not None:
-            done = self._recompute(restore, recompute, at, slots, behind, [self._written])
+            done = self._recompute(restore, recompute, behind, self._written)
             # Recomputation has the device first. Hidden states that are copied from now on (and
             # may talk to other ranks) go to parts of the ring that these projections free, so they
             # are behind it too.
@@ -162,34 +162,22 @@ class RestorePipeline:
         self._handed_out = dict(self._written)
 
     @torch.no_grad()
-    def start_recomputation(
-        self,
-        recompute: Recompute,
-        positions: npt.NDArray[np.int64],
-        slots: torch.Tensor,
-        after: Sequence[RunningRestore] | None = None,
-    ) -> RunningRestore:
-        """Launch the recomputation of first layers alone, behind the current stream's work.
-        ``positions`` are on the CPU. ``after``: restores that no load was given and write tokens
-        before these, or these; None: any of them may."""
+    def start_recomputation(self, recompute: Recompute) -> RunningRestore:
+        """Launch the recomputation of all layers of some tokens, behind the current stream's work
+        and all that was :meth:`handed_out`."""
         behind = current_stream(self._device).record()
         begin = recompute.stream.record(timed=True)
-        restore = RunningRestore(len(slots), {}, begin, self._device, begin)  # no page is read
-        written = [self._written]
-        if after is not None:
-            written = [self._handed_out, *(dict(enumerate(one.layers)) for one in after)]
-        done = self._recompute(restore, recompute, positions, slots, behind, written)
-        restore.layers += [done] * (len(self._layers) - recompute.layers)  # nothing more comes
+        tokens = len(recompute.slots)
+        restore = RunningRestore(tokens, {}, begin, self._device, begin)  # no page is read
+        self._recompute(restore, recompute, behind, self._handed_out)
         return restore
 
     def _recompute(
         self,
         restore: RunningRestore,
         recompute: Recompute,
-        positions: npt.NDArray[np.int64],
-        slots: torch.Tensor,
         behind: Event,
-        written: Sequence[Mapping[int, Event]],
+        written: Mapping[int, Event],
     ) -> Event:
         """Recompute first layers in turn with forward passes; returns the event behind that. They
         may read what was written before ``behind``, and by layer before events of ``written``."""
@@ -198,14 +186,13 @@ class RestorePipeline:
         try:
             forward.wait(behind)
             # Tokens before these may come back by restores that no forward pass has waited for.
-            events = [each[layer] for each in written for layer in layers if layer in each]
-            for event in dict.fromkeys(events):
+            for event in dict.fromkeys(written[layer] for layer in layers if layer in written):
                 forward.wait(event)
             if self.order is not None:
                 forward.wait(self._copy.record())  # two kinds of collectives never run at once
-            forward.keep(slots)
+            forward.keep(recompute.slots)
             start = forward.record(timed=True)
-            forward.run(lambda: recompute.fill(positions, slots))
+            forward.run(recompute.fill)
         except Exception as error:  # of a model's own code, or out of memory
             restore.failed = error
         done = forward.record(timed=True)

@@ -138,12 +138,10 @@ class Recomputer:
     layers: int  # number of first ones that can be recomputed
 
     @torch.inference_mode()
-    def recompute(
-        self, layers: int, positions: torch.Tensor, slots: torch.Tensor, spans: Sequence[TokenSpan]
-    ) -> None:
-        """Write K and V of the first ``layers`` (at least 1) layers to the pool; positions and
-        slots are on the device, span after span. Raises RecomputeRefused if the model ended before
-        the last layer, or that one has no K and V."""
+    def recompute(self, layers: int, slots: torch.Tensor, spans: Sequence[TokenSpan]) -> None:
+        """Write K and V of the first ``layers`` (at least 1) layers to ``slots``, int64 ``[n]``, on
+        the device, span after span. Raises RecomputeRefused if the model ended before the last
+        layer, or that one has no K and V."""
         begin, last = 0, self._first_layer + layers - 1
         for span in spans:
             end = begin + len(span.token_ids)
@@ -153,7 +151,8 @@ class Recomputer:
                 stop = min(start + self._chunk_tokens, end)
                 keys = sequence[: len(span.prefix) + stop - begin]
                 asked = RecomputePass(self._pool, last, keys, slots[start:stop])
-                self._run(token_ids[start - begin : stop - begin], positions[start:stop], asked)
+                positions = torch.arange(len(keys) - (stop - start), len(keys), device=keys.device)
+                self._run(token_ids[start - begin : stop - begin], positions, asked)
             begin = end
 
     @torch.inference_mode()

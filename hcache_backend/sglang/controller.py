@@ -210,7 +210,7 @@ class OwnPagesController(HybridCacheController, Controller):
         if device_indices is not None:
             if self._capture is not None:
                 self._capture.ledger.loaded(device_indices, host_pages)
-            self._loads.add_load(load, device_indices)
+            self._loads.add_load(load)
         return device_indices
 
     def _planned(self, host_pages: Ids) -> QueuedLoad | None:
@@ -218,8 +218,8 @@ class OwnPagesController(HybridCacheController, Controller):
         problem, load, needed = None, None, host_pages
         if self._capture is not None:
             self._capture.ledger.settle(wait=False)
-        if self.eager is not None:
-            needed = host_pages[~self.eager.restores.whole_pages(host_pages)]
+        if self.eager is not None and not self._loads.stored_from:
+            needed = host_pages[~self.eager.restores.ready_pages(host_pages)]
         self._stages.exchange_messages()
         if self.eager is not None and self.eager.restores.failed(host_pages):
             problem = "restore_failed"

@@ -449,7 +449,7 @@ def build_stack(
         most = max(1, int(kvcache.size // params.page_size * _RESERVED))
         seconds = config.recompute_ms / 1e3
         known = methods.profile is not None
-        budget = SliceBudget(seconds, methods.chunk_tokens, methods.layer, known=known)
+        budget = SliceBudget(seconds, methods.chunk_tokens, methods.recompute, known=known)
         l3, prefetches = runtime.l3, runtime.prefetches
         eager = EagerLoads(
             free_pages, pool, pipeline, loads, most, budget, l3, prefetches, new_rows

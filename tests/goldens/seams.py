@@ -311,8 +311,8 @@ BEFORE: dict[str, dict[str, Any]] = {
     },
     "hcache_backend.restore.pipeline:RestorePipeline": {
         "start": _restore,
-        "start_recomputation": lambda pipeline, recompute, positions, *_: (
-            f"launch: recompute {len(positions)} tokens, {recompute.layers} layers"
+        "start_recomputation": lambda pipeline, recompute: (
+            f"launch: recompute {len(recompute.slots)} tokens, {recompute.layers} layers"
         ),
     },
     _EAGER: {"end": lambda *_: "end of a prefetch with reserved device pages"},

@@ -6,12 +6,12 @@ recomputation on another (that of forward passes), and dropped as soon as the re
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -52,8 +52,7 @@ class Scene:
         tokens = np.arange(first, first + RESTORED * PAGE)
         layout.positions(memory.numpy())[:RESTORED] = tokens.reshape(RESTORED, PAGE)
         arena = Arena(memory.numpy(), layout, RESTORED, 1, lambda page: None)
-        self.pages = np.arange(RESTORED, dtype=np.int64)
-        self.physical = arena.physical(self.pages)
+        self.physical = arena.physical(np.arange(RESTORED, dtype=np.int64))
         kv = torch.zeros((BEFORE + RESTORED) * PAGE, WIDTH, dtype=torch.uint8, device="cuda")
 
         def fill(
@@ -65,32 +64,32 @@ class Scene:
         self.pipeline = RestorePipeline(memory, layout, layers, RESTORED * PAGE, "cuda")
         self.forwards, self.loading = streams.of(torch.cuda.Stream()), torch.cuda.Stream()
         self.stream = lambda: self.forwards
-        methods = SimpleNamespace(layers=lambda method: range(1), recomputable=4)
+        methods = SimpleNamespace(layers=lambda method: range(1), methods=("recompute",))
         self.loads = load_queue()(arena, self.pipeline, methods, self, "cuda")
         self.seen_before = torch.zeros(first, dtype=torch.int64, device="cuda")
         self.slots = torch.from_numpy(tokens).to("cuda")
         self.seen_slots = torch.zeros_like(self.slots)
         self.rounds = 0
 
-    def recompute(self, layers: int, positions: Any, slots: Any, spans: Any) -> None:
+    def recompute(self, layers: int, slots: Any, spans: Any) -> None:
         self.seen_before.copy_(spans[0].prefix)
         self.seen_slots.copy_(slots)
 
-    def by_product(self, prefix: torch.Tensor) -> Recompute:
-        """Recomputation as eager and ordinary loads ask for it."""
-        made: Recompute = self.loads.recompute_of(self.pages, 1, lambda: prefix)
+    def by_product(self, span: TokenSpan, slots: torch.Tensor) -> Recompute:
+        """Recomputation as slices and loads ask for it."""
+        made: Recompute = self.loads.recompute_pages(span, slots)
         return made
 
-    def by_hand(self, prefix: torch.Tensor) -> Recompute:
-        """The same, that does not keep ``prefix``."""
-
-        def fill(positions: npt.NDArray[np.int64], slots: torch.Tensor) -> None:
-            self.recompute(1, positions, slots, [TokenSpan(np.empty(0, np.int64), prefix)])
-
-        return Recompute(1, fill, self.forwards)
+    def by_hand(self, span: TokenSpan, slots: torch.Tensor) -> Recompute:
+        """The same, that does not keep the prefix."""
+        return Recompute(1, slots, partial(self.recompute, 1, slots, [span]), self.forwards)
 
     def is_right(
-        self, case: str, recompute_of: Callable[[torch.Tensor], Recompute], *, loads_wait: bool
+        self,
+        case: str,
+        recompute_of: Callable[[TokenSpan, torch.Tensor], Recompute],
+        *,
+        loads_wait: bool,
     ) -> bool:
         """Recomputation read the right slots. ``loads_wait``: as HiCache's stream of loads does for
         work that was launched before a load."""
@@ -103,7 +102,7 @@ class Scene:
         if case == LATE:
             torch.cuda._sleep(LATE_CYCLES)
         prefix = torch.cat(parts)
-        recompute = recompute_of(prefix)
+        recompute = recompute_of(TokenSpan(np.empty(0, np.int64), prefix), slots)
         if loads_wait:
             self.loading.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.loading):

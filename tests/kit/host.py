@@ -118,7 +118,7 @@ class Host:
         return host
 
     def load(self, host: torch.Tensor, *pages: int) -> torch.Tensor:
-        self.loads.add_load(QueuedLoad(self.pool.page_ids(host)), slots_of(*pages))
+        self.loads.add_load(QueuedLoad(self.pool.page_ids(host)))
         for layer in range(len(self.device.k_buffer)):
             self.pool.load_to_device_per_layer(self.device, host, slots_of(*pages), layer, "kernel")
         return bits(self.device, *pages)

@@ -38,13 +38,6 @@ def turn_of(part: Any, cache: Any, reduce: Reduce = alone) -> None:
         part.apply_slices()
 
 
-def recompute(eager: Any, reduce: Reduce = alone) -> None:
-    turn = Turn()
-    eager._offer(turn)
-    turn.agree(reduce)
-    eager.apply_slices()
-
-
 def answered(pairs: Any, reduce: Reduce = alone) -> bool:
     """A turn of pairs of nodes: whether the first node waits no more."""
     turn = Turn()

@@ -37,11 +37,7 @@ UNIT = {
     ],
     "eager": [
         "prefetch/eager.py:until_written restore.wait()",
-        "restore/pipeline.py:_recompute forward.keep(slots)",
         "restore/report.py:wait current_stream(self.device).wait(event)",
-    ],
-    "eager, behind an unknown prefix": [
-        "host/loads.py:fill current_stream(slots.device).keep(slots)"
     ],
     "eager, behind what was restored ahead": ["restore/pipeline.py:_recompute forward.wait(event)"],
     "eager, encoded": [
@@ -52,6 +48,7 @@ UNIT = {
     "eager, from the back": [
         "restore/report.py:save_recomputed stream.wait(self.layers[-1])",
         "restore/report.py:save_recomputed stream.keep(slots)",
+        "restore/pipeline.py:_recompute forward.keep(recompute.slots)",
     ],
     "eager, from the back, hidden states": [
         "capture/hooks.py:save_rows current_stream(capture.device).keep(rows)"

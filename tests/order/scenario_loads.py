@@ -16,6 +16,8 @@ from hcache_backend.capture.hooks import RecomputedRows
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.prefetch.eager import EagerRestores
+from hcache_backend.restore.recompute import TokenSpan
+from hcache_backend.restore.report import RunningRestore
 from hcache_backend.sglang.disaggregation import before_sending_prefix
 from tests.order.checker import Checker
 from tests.order.scenario_capture import EncodingCodec
@@ -60,8 +62,7 @@ class Loading:
         self.queue = LoadQueue(self.arena, self.pipeline, methods, self.pool, GPU)  # type: ignore[arg-type]
         self.free = FreePages()
         self.eager = EagerRestores(SIZE, self.free, self._launch, limit=PAGES)
-        # Slots of the tokens before a prefetch; None: they are not on the device.
-        self.before_prefetch: torch.Tensor | None = torch.empty(0, dtype=torch.int64, device=GPU)
+        self.before_prefetch = torch.empty(0, dtype=torch.int64, device=GPU)  # slots of its tokens
         self.saving = streams.new_stream(GPU, "saves")
         hidden, offsets = methods.layers("hidden"), self.pool.layout.segment_offsets
         self.staging: Any = SimpleNamespace(layers=len(hidden), width=WIDTH, dtype=torch.float32)
@@ -73,38 +74,28 @@ class Loading:
             device=GPU,
         )
 
-    def _launch(self, host_pages: npt.NDArray[np.int64], slots: torch.Tensor) -> tuple[Any, int]:
+    def _launch(self, host_pages: npt.NDArray[np.int64], slots: torch.Tensor) -> RunningRestore:
         """As ``hcache_backend/prefetch/eager_loads.py``, which needs SGLang."""
-        lacking = self.queue.stored_from
         with self.checker.on(self.engine.loading):
-            physical = self.arena.physical(host_pages)
-            restore = self.pipeline.start(physical, slots, None, lacking, ahead=True)
-        return restore, lacking
+            physical, first = self.arena.physical(host_pages), self.queue.stored_from
+            return self.pipeline.start(physical, slots, None, first, ahead=True)
 
-    def _recompute(self) -> None:
+    def _recompute(self, prefetch: Hashable) -> None:
         """Likewise: a slice of one page."""
-        for due in self.eager.to_recompute(1):
-            if self.before_prefetch is None:
-                continue
-            slots, before = self.eager.slots(due)
-            slots = slots.clone()  # nobody else keeps them
-            prefix = torch.cat((self.before_prefetch, before))
-            positions = np.arange(len(prefix), len(prefix) + len(slots))
-            if due.unread:
-                recompute = self.queue.recompute_pages(positions, prefix)
-            else:
-                recompute = self.queue.recompute_of(due.host_pages, due.layers, prefix.clone)
-            assert recompute is not None
-            rows = RecomputedRows(self.capture, self.staging, self.pool)  # type: ignore[arg-type]
-            if due.unread:
-                recompute = rows.taken_from(recompute)
-            after: list[Any] | None = [] if due.unread else None
-            restore = self.pipeline.start_recomputation(recompute, positions, slots, after)
-            if due.unread:
-                restore.save_recomputed(
-                    self.saving, slots, partial(self._save, due.host_pages, slots, rows)
-                )
-            self.eager.recomputed(due, restore)
+        due = self.eager.to_recompute(prefetch, 1)
+        if due is None:
+            return
+        slots, before = self.eager.slots(due)
+        slots = slots.clone()  # nobody else keeps them
+        prefix = torch.cat((self.before_prefetch, before))
+        span = TokenSpan(np.arange(len(prefix), len(prefix) + len(slots)), prefix)
+        recompute = self.queue.recompute_pages(span, slots)
+        assert recompute is not None
+        rows = RecomputedRows(self.capture, self.staging, self.pool)  # type: ignore[arg-type]
+        restore = self.pipeline.start_recomputation(rows.taken_from(recompute))
+        save = partial(self._save, due.host_pages, slots, rows)
+        restore.save_recomputed(self.saving, slots, save)
+        self.eager.recomputed(due, restore)
 
     def _save(
         self, host_pages: npt.NDArray[np.int64], slots: torch.Tensor, rows: RecomputedRows
@@ -135,21 +126,21 @@ class Loading:
     def start(self, load: QueuedLoad, slots: torch.Tensor) -> list[Any]:
         """HiCache queues and starts a load; an event behind each layer."""
         engine = self.engine
-        self.queue.add_load(load, slots)
+        self.queue.add_load(load)
         engine.loads_wait()
         with self.checker.on(engine.loading):
             slots.record_stream(engine.loading)  # as HiCache does with its indices
             return engine.layers_done(self.queue.launch(slots))
 
-    def begin(self, prefetch: Hashable, pages: range, unread: int = 0) -> None:
-        self.eager.reserve(prefetch, list(pages), np.array(pages), unread)
+    def begin(self, prefetch: Hashable, pages: range) -> None:
+        self.eager.reserve(prefetch, list(pages), np.array(pages))
         self.engine.loads_wait()
 
     def arrived(self, prefetch: Hashable, pages: int, start: int = 0) -> None:
         """Some pages of a prefetch are there, beside a forward pass over other tokens."""
         self.eager.restore_arrived(prefetch, pages, start)
-        for _ in range(2):
-            self._recompute()
+        for _ in range(2 if start else 0):  # it is read from the back
+            self._recompute(prefetch)
         self.forward(1)
 
     def hand_out(self, pages: range, prefix: torch.Tensor) -> torch.Tensor:
@@ -222,7 +213,7 @@ def eager_from_the_back(checker: Checker, partition: Partition) -> None:
     """Front pages are recomputed whole, and saved, while the others are read."""
     with checked(checker, partition) as loading:
         for handed_out in (True, False):
-            loading.begin("met", range(9), unread=3)
+            loading.begin("met", range(9))
             loading.arrived("met", 9, start=7)
             loading.arrived("met", 9, start=4)
             loading.eager.end("met")
@@ -230,7 +221,7 @@ def eager_from_the_back(checker: Checker, partition: Partition) -> None:
                 loading.forward(loading.free.count() + 9)
             loading.free.give(loading.hand_out(range(9), loading.before_prefetch))
 
-        loading.begin("given back", range(6), unread=3)
+        loading.begin("given back", range(6))
         loading.arrived("given back", 6, start=5)
         loading.host_pages_are_read_to(3)
         loading.forward(3)
@@ -248,15 +239,15 @@ def eager_behind_what_was_restored_ahead(checker: Checker) -> None:
         assert load.prepared is not None
         loading.before_prefetch = load.prepared.slots
         done = loading.start(load, load.prepared.slots)
-        loading.begin("behind it", range(8, 11), unread=3)
+        loading.begin("behind it", range(8, 11))
         loading.arrived("behind it", 3, start=2)
         loading.engine.forward(load.prepared.slots.clone(), done)
 
 
-def eager_behind_an_unknown_prefix(checker: Checker) -> None:
-    """What is before a prefetch is known at its load only: its first layers are recomputed then."""
+def eager_behind_a_pass(checker: Checker) -> None:
+    """First layers of pages that were restored are recomputed at the load, behind a prefix that a
+    forward pass has just written, and before pages that were not restored."""
     with checked(checker) as loading:
-        loading.before_prefetch = None
         loading.begin("late", range(4, 10))
         loading.arrived("late", 4)
         loading.eager.end("late")

@@ -103,24 +103,20 @@ class Pool:
         if self.layout.shard.of > 1:
             self.links.add_(1)
 
-    def recomputation(self, layers: int) -> Recompute | None:
+    def recomputation(self, layers: int, slots: torch.Tensor) -> Recompute | None:
         """How the first ``layers`` of tokens without a prefix are recomputed; none if 0."""
+        fill = partial(self.recompute, layers, slots, ())
+        return Recompute(layers, slots, fill, self.stream()) if layers else None
 
-        def fill(positions: npt.NDArray[np.int64], slots: torch.Tensor) -> None:
-            self.recompute(layers, streams.to_device(positions, GPU), slots, ())
-
-        return Recompute(layers, fill, self.stream()) if layers else None
-
-    def recompute(
-        self, layers: int, positions: torch.Tensor, slots: torch.Tensor, spans: Iterable[TokenSpan]
-    ) -> None:
+    def recompute(self, layers: int, slots: torch.Tensor, spans: Iterable[TokenSpan]) -> None:
         """Recompute the first layers, as :class:`hcache_backend.restore.recompute.Recomputer`."""
         self.talk()
+        positions = torch.arange(len(slots), device=GPU)[:, None]
         for layer in range(layers):
             for rows in (self.k, self.v):
-                rows[layer, slots] = positions[:, None].to(rows.dtype)
+                rows[layer, slots] = positions.to(rows.dtype)
             if self._take is not None and self.methods[layer] == "hidden":
-                rows = torch.zeros((len(slots), WIDTH)) + positions[:, None]
+                rows = torch.zeros((len(slots), WIDTH)) + positions
                 self._take(self.methods[:layer].count("hidden"), rows)
             for span in spans:
                 self.k[layer, span.prefix].sum()
@@ -195,7 +191,7 @@ def restores(
         with checker.on(engine.loading):
             slots.record_stream(engine.loading)  # as HiCache does with its indices
             done = engine.layers_done(
-                [pipeline.start(pages, slots, pool.recomputation(recomputed))]
+                [pipeline.start(pages, slots, pool.recomputation(recomputed, slots))]
             )
         engine.forward(slots, done)
         pipeline.finished()
@@ -234,6 +230,7 @@ def restores_between_ranks(
         engine.loading.wait_stream(engine.schedule)
         with checker.on(engine.loading):
             slots.record_stream(engine.loading)
-            done = engine.layers_done([pipeline.start(pages, slots, pool.recomputation(1))])
+            first = pool.recomputation(1, slots)
+            done = engine.layers_done([pipeline.start(pages, slots, first)])
         engine.forward(nothing)  # it only talks, and waits for no layer
         engine.forward(slots, done)

@@ -10,7 +10,7 @@ from tests.order.product import CheckedDoor
 from tests.order.scenario_capture import EncodingCodec, captures, step_that_cannot_begin
 from tests.order.scenario_loads import (
     eager,
-    eager_behind_an_unknown_prefix,
+    eager_behind_a_pass,
     eager_behind_what_was_restored_ahead,
     eager_from_the_back,
     loads,
@@ -44,7 +44,7 @@ SCENARIOS: dict[str, Scenario] = {
     "loads, recomputation fails": loads_whose_recomputation_fails,
     "eager": eager,
     "eager, encoded": partial(eager, partition=ALL_KV, codec="exp4"),
-    "eager, behind an unknown prefix": eager_behind_an_unknown_prefix,
+    "eager, behind a pass": eager_behind_a_pass,
     "eager, behind what was restored ahead": eager_behind_what_was_restored_ahead,
     "eager, from the back": partial(eager_from_the_back, partition=Partition(0, 0, 3)),
     "eager, from the back, hidden states": partial(

@@ -16,6 +16,7 @@ from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul.segments import PairedSegments
 from hcache_backend.prefetch.eager import EagerRestores, launch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import host_tensor
 from hcache_kernels.codecs.exp4 import Exp4
 from hcache_kernels.launch import COPY_PROGRAMS, Launch
@@ -198,20 +199,20 @@ def test_pages_of_krul_come_back() -> None:
             assert torch.allclose(*values, rtol=1 / 16, atol=1e-3)
 
 
-def eager_hit(server: Server, unread: int = 0) -> tuple[torch.Tensor, EagerRestores, list[int]]:
+def eager_hit(server: Server) -> tuple[torch.Tensor, EagerRestores, list[int]]:
     """A hit whose pages are to come: its slots, its restores, and the pages of each launch."""
     taken, launched = server.slots(PAGES, HIT), list[int]()
     free: Any = SimpleNamespace(
         count=lambda: HIT, make_room=lambda pages: None, take=lambda pages: taken
     )
 
-    def launch(ids: np.ndarray, into: torch.Tensor) -> tuple[Any, int]:
+    def launch(ids: np.ndarray, into: torch.Tensor) -> RunningRestore:
         launched.append(len(ids))
-        return server.pipeline.start(ids, into, ahead=True), 0
+        return server.pipeline.start(ids, into, ahead=True)
 
     at_once = launch_pages(CUDA, server.layout.page_bytes)
     eager = EagerRestores(PAGE, free, launch, HIT, at_once)
-    eager.reserve("prefetch", range(HIT), np.arange(HIT), unread)
+    eager.reserve("prefetch", range(HIT), np.arange(HIT))
     return taken, eager, launched
 
 
@@ -230,7 +231,7 @@ def test_an_eager_hit_launches_eight_times_at_most(codec: str, from_back: bool) 
             eager.restore_arrived("prefetch", *there)
     assert 1 <= len(seen) <= 8, seen
     handed = eager.hand_out(np.arange(HIT))
-    assert handed is not None and handed.whole.all()
+    assert handed is not None and handed.ready.all()
     for restore in handed.restores:
         restore.synchronize()
     assert all(map(torch.equal, server.values(taken), server.values(slots)))
@@ -283,7 +284,7 @@ def test_a_restore_that_raises_ends_behind_its_launches_and_the_next_one_is_righ
 
 def test_pages_before_a_front_do_not_wait_for_others() -> None:
     """The front and the back have met: no further page comes."""
-    _, eager, launched = eager_hit(Server("none"), LAYERS)
+    _, eager, launched = eager_hit(Server("none"))
     for start, met in ((13, False), (12, False), (11, False), (10, True)):
         eager.restore_arrived("prefetch", HIT, start, last=met)
     assert launched == [4, 2]

@@ -19,10 +19,9 @@ STORED: dict[str, dict[str, Any]] = {
     "mixed": {"partition": partition(0, 2, 2), "recompute": "never"},
     "hidden, from the back": {"partition": partition(0, 4, 0), "recompute_ms": 1e4},
     "mixed, from the back": {"partition": partition(0, 2, 2), "recompute_ms": 1e4},
-    # A slice has all that has arrived, once it is known how long that takes.
-    "recompute": {"partition": partition(1, 3, 0), "recompute_ms": 1e4},
-    "recompute, mixed": {"partition": partition(1, 2, 1), "recompute_ms": 1e4},
-    "recompute, kv": {"partition": partition(1, 0, 3), "recompute_ms": 1e4},
+    "recompute": {"partition": partition(1, 3, 0)},
+    "recompute, mixed": {"partition": partition(1, 2, 1)},
+    "recompute, kv": {"partition": partition(1, 0, 3)},
 }
 FAULTS = "batches_in_step,disk"
 """All that :class:`tests.engine.harness.trouble.Trouble` needs."""

@@ -82,8 +82,6 @@ def test_random_conversations(
             seen = [clients.counts[kind] for kind in KINDS]
             if "from the back" in stored:
                 seen.append(counted(server, "l3_tokens", "recomputed"))
-            elif stored != "kv":
-                seen.append(tokens(server, "eager_recomputed"))
             return all(seen) and (not encoded or bool(tokens(server, "not_encodable")))
 
         while clients.counts["conversations"] < CONVERSATIONS or not everything():

@@ -89,7 +89,7 @@ def test_attention_finds_a_sequence_in_the_row_of_no_request(
     keys = prefix.tolist() + slots.tolist()[:CHUNK]
     span = TokenSpan(np.arange(6), prefix)
     with pytest.raises(MemoryError if broken else RecomputeRefused):  # this model never attends
-        recomputer.recompute(2, torch.arange(4, 10), slots, [span])
+        recomputer.recompute(2, slots, [span])
     assert backend.planned == [(keys, slots.tolist()[:CHUNK], CHUNK)]
     assert not pool.req_to_token[NO_REQUEST].any() and (pool.req_to_token[1:] == 77).all()
     assert not has_forward_context()

@@ -130,10 +130,10 @@ class Rank:
     def _start(self, *_: Any, ahead: bool) -> Restore:
         if self.problem is not None:
             raise self.problem
-        return self.scene._launch_alone(ahead=ahead)
+        return self.scene._launch(ahead=ahead)
 
     def _abandoned(self, tokens: int) -> Restore:
-        restore = self.scene._launch_alone(ahead=True)
+        restore = self.scene._launch(ahead=True)
         restore.failed = self.problem
         return restore
 

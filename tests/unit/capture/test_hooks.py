@@ -1,7 +1,5 @@
 """Rows that hooks take of pages that are recomputed whole."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -32,7 +30,7 @@ class RecomputedModel:
         self.skips: int | None = None
         self._at_once = at_once
 
-    def run(self, *_: object) -> None:
+    def run(self) -> None:
         for start in range(0, TOKENS, self._at_once):
             for layer, projection in enumerate(self.projections):
                 if layer != self.skips or not start:
@@ -43,9 +41,8 @@ class RecomputedModel:
 
 def recomputed(model: RecomputedModel, machine: Machine) -> RecomputedRows:
     rows = RecomputedRows(machine.capture, machine.staging, model.hooks)
-    fill: Callable[..., None] = model.run
-    taken = rows.taken_from(Recompute(LAYERS, fill, current_stream("cpu")))
-    taken.fill(np.arange(TOKENS), torch.arange(TOKENS))
+    recompute = Recompute(LAYERS, torch.arange(TOKENS), model.run, current_stream("cpu"))
+    rows.taken_from(recompute).fill()
     return rows
 
 

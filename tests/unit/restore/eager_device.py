@@ -18,7 +18,6 @@ class Device:
         self.writers: dict[int, list[Restore]] = {}
         self.readers: list[Restore] = []
         self.made: dict[int, tuple[int, int]] = {}  # of which host page, and which content of it
-        self.whole: set[int] = set()  # those that lack no layer
 
     def count(self) -> int:
         return len(self.free)
@@ -39,7 +38,6 @@ class Device:
             assert self.is_written(page), "still written"
             self.writers.pop(page, None)
             self.made.pop(page, None)
-            self.whole.discard(page)
         assert not set(pages) & self.being_read(), "still read"
         self.free += pages
 

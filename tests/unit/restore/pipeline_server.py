@@ -126,9 +126,9 @@ def positions_of(pages: np.ndarray, size: int = SIZE) -> list[int]:
     return [1000 * int(page) + i for page in pages for i in range(size)]
 
 
-def recompute(layers: int, fill: Callable[[np.ndarray, torch.Tensor], None]) -> Recompute:
+def recompute(layers: int, slots: torch.Tensor, fill: Callable[[], None]) -> Recompute:
     """First layers by ``fill``, on the calling thread: the engine runs its forward passes there."""
-    return Recompute(layers, fill, current_stream("cpu"))
+    return Recompute(layers, slots, fill, current_stream("cpu"))
 
 
 def some(pages: int, seed: int = 0) -> tuple[np.ndarray, torch.Tensor]:

@@ -15,33 +15,31 @@ from tests.unit.restore.eager_device import DEVICE_PAGES, SIZE, Device, pages_of
 class Scene:
     """Eager restores with a device of their own, and the restores that were launched."""
 
-    def __init__(self, limit: int = DEVICE_PAGES, cached: int = 0, lacking: int = 0) -> None:
+    def __init__(self, limit: int = DEVICE_PAGES, cached: int = 0) -> None:
         self.device = Device(cached)
         self.launched: list[tuple[list[int], Restore]] = []
-        self.lacking = lacking  # layers of every page
         self.slice: Restore | None = None  # the last one
         self.problem: Exception | None = None  # of launches
-        self.eager = EagerRestores(SIZE, self.device, self._launch, limit)
+        self.eager = EagerRestores(SIZE, self.device, self._launch, limit)  # type: ignore[arg-type]
 
-    def _launch(self, host_pages: np.ndarray, slots: torch.Tensor) -> tuple[Restore, int]:
+    def _launch(self, host_pages: np.ndarray, slots: torch.Tensor) -> Restore:
         restore = Restore(pages_of(slots))
         restore.failed = self.problem
         self.launched.append((host_pages.tolist(), restore))
         self.device.writes(restore)
-        return restore, self.lacking
+        return restore
 
-    def recompute(self, pages: int, *, failed: bool = False) -> list[Restore]:
-        """Recompute up to so many pages of every prefetch."""
-        done = []
-        for due in self.eager.to_recompute(pages):
-            assert due.layers == self.lacking
-            slots, before = self.eager.slots(due)
-            restore = self.slice = Restore(pages_of(slots), pages_of(before), self.slice)
-            restore.failed = RuntimeError("out of memory") if failed else None
-            self.device.writes(restore)
-            self.eager.recomputed(due, restore)  # type: ignore[arg-type]
-            done.append(restore)
-        return done
+    def recompute(self, pages: int, *, failed: bool = False) -> Restore | None:
+        """Recompute up to so many pages of the first prefetch."""
+        due = self.eager.to_recompute("a", pages)
+        if due is None:
+            return None
+        slots, before = self.eager.slots(due)
+        restore = self.slice = Restore(pages_of(slots), pages_of(before), self.slice)
+        restore.failed = RuntimeError("out of memory") if failed else None
+        self.device.writes(restore)
+        self.eager.recomputed(due, restore)  # type: ignore[arg-type]
+        return restore
 
     def begin(self, name: str, host: list[int], keys: list[str] | None = None) -> int:
         return self.eager.reserve(name, keys or [f"{name}{i}" for i in host], np.array(host))
@@ -184,7 +182,7 @@ def test_a_launch_that_fails_counts_as_one_and_no_load_may_get_its_pages() -> No
         assert one.eager.restore_arrived("a", 4) == 2
         assert one.eager.restore_arrived("b", 2) == 2
         assert one.eager.end("a") == 0
-        assert one.eager.whole_pages(np.arange(6)).all()
+        assert one.eager.ready_pages(np.arange(6)).all()
     failed = [scene.eager.failed(np.array(pages)) for pages in ([1, 7], [3], [4, 5], [6])]
     assert failed == [True, True, False, False]
     assert not fine.eager.failed(np.arange(6))
@@ -195,31 +193,29 @@ def test_a_launch_that_fails_counts_as_one_and_no_load_may_get_its_pages() -> No
 
 
 def test_pages_of_a_slice_that_failed_wait_for_it_though_fewer_are_tried_again() -> None:
-    scene = Scene(lacking=1)
+    scene = Scene()
     scene.begin("a", [0, 1])
-    scene.eager.restore_arrived("a", 2)
-    [failed] = scene.recompute(2, failed=True)  # it may have written both
+    failed = scene.recompute(2, failed=True)  # it may have written both
     scene.recompute(1)
     scene.eager.host_freed(np.array([1]))
-    assert failed.is_done
+    assert failed is not None and failed.is_done
 
 
 def test_a_load_writes_pages_behind_a_slice_of_them_that_failed() -> None:
     """It launched some layers, perhaps, and then the page came from L3 after all."""
-    scene = Scene(lacking=1)
-    scene.eager.reserve("a", ["x", "y"], np.array([0, 1]), unread=1)
-    [failed] = scene.recompute(2, failed=True)
+    scene = Scene()
+    scene.begin("a", [0, 1])
+    failed = scene.recompute(2, failed=True)
     assert ready(scene, [0]) == [False]
-    assert failed.is_done
+    assert failed is not None and failed.is_done
 
 
 @pytest.mark.parametrize("taken", [0, 1, 2])
 def test_nothing_is_recomputed_behind_a_page_that_was_taken_away(taken: int) -> None:
-    scene = Scene(lacking=1)
+    scene = Scene()
     scene.begin("a", [0, 1, 2, 3])
-    scene.eager.restore_arrived("a", 4)
     for _ in range(2):
         scene.recompute(1)
     scene.eager.host_freed(np.array([taken]))
-    assert scene.recompute(4) == []
-    assert not hand_out(scene, [2, 3]).whole.any()
+    assert scene.recompute(4) is None
+    assert ready(scene, [2, 3]) == [False, False]

@@ -41,17 +41,11 @@ class ScriptedScheduler(RuleBasedStateMachine):
     @initialize(
         limit=st.integers(1, DEVICE_PAGES),
         cached=st.integers(0, DEVICE_PAGES),
-        deepest=st.integers(0, 3),
         back=st.booleans(),
     )
-    def start(self, limit: int, cached: int, deepest: int, back: bool) -> None:
-        """Pages lack at most so many first layers: 0, where all are stored and read.
-
-        Then they may be read from the back, and front ones are recomputed whole.
-        """
-        self.deepest, self.back = deepest, back and not deepest
-        self.depths: dict[int, int] = {}  # of host pages: how many first layers they lack
-        self.lacks: dict[int, int] = {}  # of device pages, when they were launched
+    def start(self, limit: int, cached: int, back: bool) -> None:
+        """Pages are read in order, or from the back, and front ones are recomputed."""
+        self.back = back
         self.device = Device(cached)
         self.eager = EagerRestores(SIZE, self.device, self.launch, limit)
         self.host_free = list(range(HOST_PAGES))
@@ -66,7 +60,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
         self.used: list[int] = []
         self.number = 0
 
-    def launch(self, host_pages: np.ndarray, slots: torch.Tensor) -> tuple[Any, int]:
+    def launch(self, host_pages: np.ndarray, slots: torch.Tensor) -> Any:
         pages = pages_of(slots)
         restore = Restore(pages)
         self.launched.append((set(host_pages.tolist()), restore))
@@ -76,34 +70,22 @@ class ScriptedScheduler(RuleBasedStateMachine):
             assert page not in self.device.made, "launched twice"
             self.device.made[page] = host, self.content[host]
         self.device.writes(restore)
-        lacking = max(self.depths[host] for host in host_pages.tolist())
-        self.lacks.update(dict.fromkeys(pages, lacking))
-        if not lacking:
-            self.device.whole.update(pages)
-        return restore, lacking
+        return restore
 
     # ---- prefetches ----
 
-    @rule(
-        pages=st.integers(1, 8),
-        prefix=st.integers(0, 3),
-        steps=st.integers(0, 2),
-        recomputes=st.booleans(),
-    )
-    def begin(self, pages: int, prefix: int, steps: int, recomputes: bool = True) -> None:
-        """Later pages lack fewer first layers, by ``steps`` per two pages."""
+    @rule(pages=st.integers(1, 8), prefix=st.integers(0, 3), recomputes=st.booleans())
+    def begin(self, pages: int, prefix: int, recomputes: bool = True) -> None:
         if len(self.host_free) < pages:
             return
         host, self.host_free = self.host_free[:pages], self.host_free[pages:]
-        for i, page in enumerate(host):
-            self.content[page] += 1
-            self.depths[page] = max(0, self.deepest - steps * i // 2)
+        self.content.update(host)
         self.number += 1
         keys = [f"{0 if i < prefix else self.number}/{i}" for i in range(pages)]
         self.running[self.number] = Prefetch(keys, host)
         self.recomputes[self.number] = recomputes
         before = self.eager.pages
-        reserved = self.eager.reserve(self.number, keys, np.array(host), 2 * self.back)
+        reserved = self.eager.reserve(self.number, keys, np.array(host))
         assert reserved <= pages and self.eager.pages <= max(before, self.eager.limit)
 
     @precondition(lambda self: self.running)
@@ -126,36 +108,27 @@ class ScriptedScheduler(RuleBasedStateMachine):
         if told:
             self.eager.restore_arrived(number, end, first)
 
+    @precondition(lambda self: self.back)
     @rule(most=st.integers(1, 4), data=st.data())
     def recompute(self, most: int, data: Any) -> None:
         """A turn of the scheduler has time for some pages of the first prefetch that can be."""
-        for found in self.eager.to_recompute(most):
-            assert 0 < found.layers <= (2 if self.back else self.deepest)
-            assert 0 < len(found.pages) <= most
-            prefetch = self.running[found.operation]
-            room = len(found.pages)
-            if self.back:
-                assert found.unread
-                if found.pages.start != prefetch.arrived:
-                    continue  # an earlier one has failed
-                room = min(room, prefetch.start - prefetch.arrived)
-            if not self.recomputes[found.operation] or not room:
+        for number, prefetch in self.running.items():
+            found = self.eager.to_recompute(number, most)
+            if found is None or not self.recomputes[number]:
                 continue
+            assert 0 < len(found.pages) <= most
+            room = min(len(found.pages), prefetch.start - prefetch.arrived)
+            if found.pages.start != prefetch.arrived or not room:
+                continue  # an earlier one has failed, or the ends have met
             due = found.first(data.draw(st.integers(1, room)))
             slots, before = map(pages_of, self.eager.slots(due))
             host = due.host_pages.tolist()
             assert host == prefetch.host[len(before) :][: len(slots)]
-            there = before if self.back else [*before, *slots]  # restored already
-            made = [self.device.made.get(page) for page in there]
-            assert made == [(page, self.content[page]) for page in prefetch.host[: len(there)]]
-            assert set(before) <= self.device.whole, "they lack layers themselves"
-            assert not set(slots) & self.device.whole, "recomputed twice"
-            if self.back:
-                others = self.device.made.keys() | set(self.device.free) | set(self.used)
-                assert not set(slots) & others
-                assert not set(host) & self.readable, "read, too"
-            else:
-                assert {self.lacks[page] for page in slots} == {due.layers}, "of another depth"
+            made = [self.device.made.get(page) for page in before]
+            assert made == [(page, self.content[page]) for page in prefetch.host[: len(before)]]
+            others = self.device.made.keys() | set(self.device.free) | set(self.used)
+            assert not set(slots) & others, "launched twice"
+            assert not set(host) & self.readable, "read, too"
             failed = data.draw(st.booleans())
             restore = self.slice = Restore(slots, before, self.slice)
             restore.failed = RuntimeError("out of memory") if failed else None
@@ -163,15 +136,13 @@ class ScriptedScheduler(RuleBasedStateMachine):
             self.device.writes(restore)
             self.eager.recomputed(due, restore)  # type: ignore[arg-type]
             if failed:
-                self.recomputes[due.operation] = not self.back
+                self.recomputes[number] = False
                 return
-            self.device.whole.update(slots)
-            if self.back:
-                self.launched.append((set(host), restore))  # it writes them
-                self.readable.update(host)
-                for page, source in zip(slots, host, strict=True):
-                    self.device.made[page] = source, self.content[source]
-                prefetch.arrived += len(slots)
+            self.launched.append((set(host), restore))  # it writes them
+            self.readable.update(host)
+            for page, source in zip(slots, host, strict=True):
+                self.device.made[page] = source, self.content[source]
+            prefetch.arrived += len(slots)
             return
 
     @precondition(lambda self: self.running)
@@ -198,14 +169,15 @@ class ScriptedScheduler(RuleBasedStateMachine):
         """The usual case: all pages arrive, in two batches, and the request is admitted."""
         if len(self.host_free) < pages:
             return
-        self.begin(pages, 0, data.draw(st.integers(0, 2)))
+        self.begin(pages, 0)
         prefetch = self.running[self.number]
         host = prefetch.host
         for arrived in (pages // 2, pages):
             self.read_up_to(
                 self.number, max(pages - arrived, prefetch.arrived) if self.back else arrived
             )
-            self.recompute(4, data)
+            if self.back:
+                self.recompute(4, data)
         assert prefetch.counts == pages
         del self.running[self.number]
         self.eager.end(self.number)
@@ -260,14 +232,9 @@ class ScriptedScheduler(RuleBasedStateMachine):
         assert not set(pages) & (set(self.device.free) | set(self.used))
         waited: list[Any] = list(handed.restores)
         writers = {id(one) for restore in waited for one in restore.with_those_before()}
-        assert {page for page, whole in zip(pages, handed.whole, strict=True) if whole} == (
-            set(pages) & self.device.whole
-        )
-        assert not handed.whole[~handed.ready].any()
         for reader in self.device.readers:
             if not reader.is_done and set(reader.reads) & set(pages):
                 assert id(reader) in writers, "nobody waits for who reads it"
-        self.device.whole.difference_update(pages)
         for page, ready, source in zip(pages, handed.ready, host, strict=True):
             if ready:
                 assert self.device.made.pop(page) == (source, self.content[source]), (
@@ -315,7 +282,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
             self.eager.end(number)
         self.device.free, self.device.cached = list(range(DEVICE_PAGES)), []
         self.device.made, self.used, self.device.writers = {}, [], {}
-        self.device.readers, self.device.whole = [], set()
+        self.device.readers = []
         self.running, self.stale, self.tree, self.readable = {}, [], [], set()
         self.launched = []
         self.host_free = list(range(HOST_PAGES))

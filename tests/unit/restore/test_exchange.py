@@ -20,7 +20,7 @@ import torch.multiprocessing as processes
 from hcache_backend import streams
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange, shard_of_rank
 from hcache_backend.streams import StreamFailed, WorkerStream
-from tests.unit.restore.pipeline_server import PAGES, Server, positions_of, recompute
+from tests.unit.restore.pipeline_server import PAGES, Server, recompute
 
 pytestmark = pytest.mark.slow
 SIZE = 8
@@ -128,19 +128,18 @@ def test_restores_between_forward_passes_on_gpus() -> None:
 
 
 def recompute_and_restore(exchange: Exchange) -> bool:
-    rank, seen = rank_of(exchange, 4), []
+    rank, calls = rank_of(exchange, 4), []
 
-    def fill(positions: np.ndarray, slots: torch.Tensor) -> None:
-        seen.append((positions, slots.clone()))
+    def fill() -> None:
+        calls.append(1)
         dist.all_reduce(torch.ones(1))  # as the model's own layers do
 
     pages = np.array([5, 2, 7], np.int64)
     slots = torch.arange(3 * SIZE)
-    restore = rank.pipeline.start(pages, slots, recompute(1, fill))
+    restore = rank.pipeline.start(pages, slots, recompute(1, slots, fill))
     assert restore.failed is None
     rank.assert_whole(restore, pages, slots, first=1)
-    [(given, where)] = seen
-    return given.tolist() == positions_of(pages, SIZE) and torch.equal(where, slots)
+    return calls == [1]
 
 
 def test_first_layers_are_recomputed_beside_an_exchange(two_ranks: Results) -> None:

@@ -22,7 +22,6 @@ from tests.unit.restore.pipeline_server import (
     SIZE,
     SLOTS,
     Server,
-    positions_of,
     recompute,
     some,
     wait,
@@ -56,7 +55,7 @@ def test_projection_begins_when_a_piece_of_the_first_layer_is_there(
     assert server.calls == [*((0, n) for n in pieces), (1, pages * SIZE), (2, pages * SIZE)]
     # Others wait for the first layers anyway.
     server.calls.clear()
-    nothing = recompute(1, lambda positions, slots: None)
+    nothing = recompute(1, slots, lambda: None)
     server.pipeline.start(chosen, slots, nothing).wait()
     assert server.calls == [(1, pages * SIZE), (2, pages * SIZE)]
 
@@ -201,14 +200,14 @@ def test_recomputed_layers_take_no_copy_and_come_before_projections(first: int) 
     pipeline = without_first_layer(server)
     pages, slots = some(2)
 
-    def fill(positions: np.ndarray, where: torch.Tensor) -> None:
+    def fill() -> None:
         assert not server.calls or server.methods[server.calls[0][0]] == "kv"
-        calls.append((positions.tolist(), where.tolist()))
+        calls.append(first)
 
-    restore = pipeline.start(pages, slots, recompute(first, fill))
+    restore = pipeline.start(pages, slots, recompute(first, slots, fill))
     assert restore.failed is None
     server.assert_whole(restore, pages, slots, first)
-    assert calls == [(positions_of(pages), slots.tolist())]  # once, with all tokens
+    assert calls == [first]
     (report,) = pipeline.finished()
     copied = {span.layer for span in report.spans if span.stream == "copy"}
     assert copied == set(range(first, 4))
@@ -224,11 +223,11 @@ def test_layers_of_which_nothing_is_stored_must_be_recomputed() -> None:
 
 def test_a_restore_may_have_nothing_to_do_but_to_recompute() -> None:
     server, calls = Server(["hidden"] * 3), []
-    first = recompute(2, lambda positions, slots: calls.append(len(slots)))
+    first = recompute(2, some(1)[1], lambda: calls.append(2))
     nothing = torch.empty(0, dtype=torch.int64)
     restore = server.pipeline.start(nothing.numpy(), nothing, first)
     restore.wait()
-    assert (calls, server.calls, len(restore.layers)) == ([0], [], 3)
+    assert (calls, server.calls, len(restore.layers)) == ([2], [], 3)
     (report,) = server.pipeline.finished()
     assert report.tokens == 0
 
@@ -238,12 +237,10 @@ def test_recomputation_is_in_turn_with_forward_passes_and_copies_are_beside_it()
     gate = threading.Event()
     pages, slots = some(1)
 
-    def fill(positions: np.ndarray, where: torch.Tensor) -> None:
-        order.append((threading.current_thread().name, positions.tolist(), where.tolist()))
-
     forward.run(partial(gate.wait, 240))
     forward.run(lambda: order.append("forward pass"))
-    restore = server.pipeline.start(pages, slots, Recompute(1, fill, forward))
+    first = Recompute(1, slots, lambda: order.append(threading.current_thread().name), forward)
+    restore = server.pipeline.start(pages, slots, first)
     forward.run(lambda: order.append("next forward pass"))
     assert passed(restore.layers[2])  # copied while a forward pass runs
     server.assert_restored(2, pages.tolist(), slots)
@@ -252,8 +249,7 @@ def test_recomputation_is_in_turn_with_forward_passes_and_copies_are_beside_it()
     restore.layers[0].synchronize()
     forward.record().synchronize()
     assert restore.failed is None
-    recomputed = ("hcache-forward", positions_of(pages), slots.tolist())
-    assert order == ["forward pass", recomputed, "next forward pass"]
+    assert order == ["forward pass", "hcache-forward", "next forward pass"]
 
 
 def passed(event: Event) -> bool:
@@ -268,9 +264,10 @@ def test_copies_of_others_do_not_wait_for_a_recomputation(methods: list[str]) ->
     server, forward, gate = Server(methods), WorkerStream("forward"), threading.Event()
     pages, slots = some(4)
     forward.run(partial(gate.wait, 240))
-    first = Recompute(1, lambda *_: None, forward)
-    waiting = server.pipeline.start(pages[:2], slots[: 2 * SIZE], first)
-    beside = server.pipeline.start(pages[2:], slots[2 * SIZE :])
+    first, others = slots.split(2 * SIZE)
+    recomputed = Recompute(1, first, lambda: None, forward)
+    waiting = server.pipeline.start(pages[:2], first, recomputed)
+    beside = server.pipeline.start(pages[2:], others)
     assert passed(waiting.copied) and passed(beside.copied)
     assert not waiting.layers[0].query()
     waiting.wait_until_copied()  # as who writes to host pages next
@@ -283,39 +280,28 @@ def test_a_recomputation_does_not_wait_for_copies_of_layers_above_it() -> None:
     server, forward, gate = Server(["hidden"] * 3), WorkerStream("forward"), threading.Event()
     pages, slots = some(3)
     server.before_filling(1, partial(gate.wait, 240))
-    above = server.pipeline.start(pages[:2], slots[: 2 * SIZE], first_layer=1)
-    behind = server.pipeline.start(
-        pages[2:], slots[2 * SIZE :], Recompute(1, lambda *_: None, forward)
-    )
+    first, last = slots[: 2 * SIZE], slots[2 * SIZE :]
+    above = server.pipeline.start(pages[:2], first, first_layer=1)
+    behind = server.pipeline.start(pages[2:], last, Recompute(1, last, lambda: None, forward))
     assert passed(behind.layers[0])
     assert not above.layers[1].query()
     gate.set()
     behind.wait()
 
 
-def test_a_slice_waits_for_pages_restored_ahead_only_where_it_may_read_them() -> None:
+def test_a_slice_waits_for_pages_restored_ahead_once_they_were_handed_out() -> None:
     server, forward, gate = Server(["hidden"] * 3), WorkerStream("forward"), threading.Event()
     pages, slots = some(3)
     parts = slots.split(SIZE)
 
-    def slice_of(part: int, *after: RunningRestore) -> RunningRestore:
-        recompute = Recompute(3, lambda *_: None, forward)
-        return server.pipeline.start_recomputation(recompute, np.arange(4), parts[part], after)
+    def slice_of(part: int) -> RunningRestore:
+        return server.pipeline.start_recomputation(Recompute(3, parts[part], lambda: None, forward))
 
     server.pipeline.start(pages[:1], parts[0]).wait()
     server.before_filling(1, partial(gate.wait, 240))
     back = server.pipeline.start(pages[1:2], parts[1], ahead=True)
     beside = slice_of(2)
-    assert passed(beside.layers[-1])
-    behind = slice_of(2, back)
-    assert not back.layers[1].query()
-    time.sleep(0.05)
-    assert not behind.layers[-1].query()
-    gate.set()
-    assert passed(behind.layers[-1])
-
-    gate.clear()
-    back = server.pipeline.start(pages[2:], parts[2], ahead=True)
+    assert passed(beside.layers[-1]) and not back.layers[1].query()
     server.pipeline.handed_out()
     behind = slice_of(0)
     time.sleep(0.05)
@@ -329,10 +315,10 @@ def test_a_recomputation_that_fails_is_told_and_the_other_layers_come() -> None:
     server = Server(["hidden", "hidden", "kv"])
     pages, slots = some(2)
 
-    def fail(*_: object) -> None:
+    def fail() -> None:
         raise RuntimeError("out of memory")
 
-    restore = server.pipeline.start(pages, slots, recompute(1, fail))
+    restore = server.pipeline.start(pages, slots, recompute(1, slots, fail))
     assert str(restore.failed) == "out of memory"
     server.assert_whole(restore, pages, slots, first=1)
     wait(server, pages, slots)  # the next restore is as good as any
@@ -344,11 +330,12 @@ def test_a_recomputation_sees_what_the_restore_before_it_wrote() -> None:
     server.before_filling(1, lambda: time.sleep(0.1))
     server.pipeline.start(pages, slots)
 
-    def fill(*_: object) -> None:
+    def fill() -> None:
         for layer in range(3):
             server.assert_restored(layer, pages.tolist(), slots)
 
-    behind = server.pipeline.start(np.array([2]), torch.arange(40, 40 + SIZE), recompute(3, fill))
+    others = torch.arange(40, 40 + SIZE)
+    behind = server.pipeline.start(np.array([2]), others, recompute(3, others, fill))
     assert behind.failed is None
 
 

@@ -149,7 +149,7 @@ class Recomputed:
         self.recomputer = recomputer_of(self.model.forward, self.pool, chunk)
         self.ids, self.slots = sequence(tokens, 1)
         span = TokenSpan(self.ids.numpy(), self.slots[:0])
-        self.recomputer.recompute(layers, torch.arange(tokens), self.slots, [span])
+        self.recomputer.recompute(layers, self.slots, [span])
         assert_restored(self.pool, self.model, self.ids, self.slots, layers)
 
 
@@ -170,15 +170,14 @@ def test_spans_with_and_without_prefix_in_one_pass(layers: int, chunk: int, kv_h
     recomputer = recomputer_of(model.forward, pool, chunk)
     (a, a_slots), (b, b_slots) = sequence(20, 0), sequence(33, 1)
     none = a_slots[:0]
-    recomputer.recompute(layers, torch.arange(9), b_slots[:9], [TokenSpan(b[:9].numpy(), none)])
+    recomputer.recompute(layers, b_slots[:9], [TokenSpan(b[:9].numpy(), none)])
     # Another sequence, the rest of the first one in two spans: the second has the first before it.
     spans = [
         TokenSpan(a.numpy(), none),
         TokenSpan(b[9:20].numpy(), b_slots[:9]),
         TokenSpan(b[20:].numpy(), b_slots[:20]),
     ]
-    positions = torch.cat((torch.arange(20), torch.arange(9, 33)))
-    recomputer.recompute(layers, positions, torch.cat((a_slots, b_slots[9:])), spans)
+    recomputer.recompute(layers, torch.cat((a_slots, b_slots[9:])), spans)
     assert_restored(pool, model, a, a_slots, layers)
     assert_restored(pool, model, b, b_slots, layers)
     assert pool.k[layers:].isnan().all()  # later layers are not touched
@@ -219,7 +218,7 @@ def test_a_model_without_k_and_v_of_the_last_wanted_layer_is_refused(
     ids, slots = sequence(5, 0)
     with pytest.raises(RecomputeRefused, match=said):
         recomputer_of(forward, Pool(HEADS), 64).recompute(
-            1, torch.arange(5), slots, [TokenSpan(ids.numpy(), slots[:0])]
+            1, slots, [TokenSpan(ids.numpy(), slots[:0])]
         )
 
 

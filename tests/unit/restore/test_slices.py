@@ -10,12 +10,12 @@ import pytest
 from hcache_backend.prefetch.prefetch import Held, Prefetches
 from hcache_backend.prefetch.slices import RUNNING_LIMIT, Governor, SliceBudget
 
-SIZE, LAYERS = 256, 4
+SIZE = 256
 PER_TOKEN = 0.001
-"""Seconds of one layer."""
+"""Seconds of all layers."""
 
 
-def layer(tokens: int, prefix: float) -> float:
+def computing(tokens: int, prefix: float) -> float:
     """Attention costs as much as all else behind 1,000 tokens."""
     return PER_TOKEN * tokens * (1 + prefix / 1000)
 
@@ -29,81 +29,78 @@ def ended(tokens: int, seconds: float | None, failed: Exception | None = None) -
 
 
 def budget(seconds: float, *, known: bool = True) -> SliceBudget:
-    return SliceBudget(seconds, 8192, layer, known=known)
+    return SliceBudget(seconds, 8192, computing, known=known)
 
 
 @pytest.mark.parametrize("prefix", [0, 1000])
 @pytest.mark.parametrize("pages", [1, 5, 64])
 def test_a_slice_is_as_long_as_it_may_take(pages: int, prefix: int) -> None:
-    slices = budget(LAYERS * layer(pages * SIZE, prefix) * 1.001)
-    assert slices.pages(100, SIZE, prefix, LAYERS) == pages
-    assert slices.pages(3, SIZE, prefix, LAYERS) == min(pages, 3)  # no more are there
-    assert slices.pages(100, SIZE, prefix, 2 * LAYERS) == max(1, pages // 2)  # one, however long
+    slices = budget(computing(pages * SIZE, prefix) * 1.001)
+    assert slices.pages(100, SIZE, prefix) == pages
+    assert slices.pages(3, SIZE, prefix) == min(pages, 3)  # no more are there
 
 
 def test_few_tokens_take_about_as_long_so_an_idle_gpu_gets_slices_of_more() -> None:
-    page = LAYERS * layer(64, 0)
+    page = computing(64, 0)
     slices = budget(1.01 * page)
-    assert slices.pages(100, 64, 0, LAYERS) == 4
-    assert slices.pages(3, 64, 0, LAYERS) == 3
-    assert slices.pages(100, 64, 0, LAYERS, share=0.999) == 1
-    assert slices.pages(100, 64, 0, LAYERS, best=2.01 * page) == 2
-    assert budget(9.01 * page).pages(100, 64, 0, LAYERS) == 9
-    assert budget(1e-9).seconds(1024, 64, 0, LAYERS) == budget(4 * page).seconds(
-        1024, 64, 0, LAYERS
-    )
-    assert budget(1.0, known=False).pages(100, 64, 0, LAYERS) == 1
+    assert slices.pages(100, 64, 0) == 4
+    assert slices.pages(3, 64, 0) == 3
+    assert slices.pages(100, 64, 0, share=0.999) == 1
+    assert slices.pages(100, 64, 0, best=2.01 * page) == 2
+    assert budget(9.01 * page).pages(100, 64, 0) == 9
+    assert budget(1e-9).seconds(1024, 64, 0) == budget(4 * page).seconds(1024, 64, 0)
+    assert budget(1.0, known=False).pages(100, 64, 0) == 1
 
 
 def test_the_first_slice_is_launched_if_it_would_end_as_a_prefill_does_before_l3() -> None:
     """Without it the first hit of a server waited for a slice that took twice as long as L3."""
     unknown = budget(1.0, known=False)
-    assert unknown.pages(100, SIZE, 0, LAYERS, within=0.5, first=0.6) == 0
-    assert unknown.pages(100, SIZE, 0, LAYERS, within=0.5, first=0.4) == 1
-    unknown.launched(ended(SIZE, 0.01 * LAYERS), 0, LAYERS)
-    assert unknown.pages(100, SIZE, 0, LAYERS, within=0.5, first=0.6) >= 1  # now it is known
+    assert unknown.pages(100, SIZE, 0, within=0.5, first=0.6) == 0
+    assert unknown.pages(100, SIZE, 0, within=0.5, first=0.4) == 1
+    unknown.launched(ended(SIZE, 0.04), 0)
+    assert unknown.pages(100, SIZE, 0, within=0.5, first=0.6) >= 1  # now it is known
 
 
 def test_slices_are_as_long_as_the_last_ones_took() -> None:
     unknown = budget(1.0, known=False)
-    assert unknown.pages(1000, SIZE, 0, LAYERS) == 1
-    unknown.launched(ended(SIZE, 1e-6, RuntimeError("out of memory")), 0, LAYERS)  # says nothing
-    assert unknown.pages(1000, SIZE, 0, LAYERS) == 1
-    unknown.launched(ended(SIZE, 0.01), 0, LAYERS)
-    assert unknown.pages(1000, SIZE, 0, LAYERS) == 100
-    profiled = budget(LAYERS * layer(10 * SIZE, 0) * 1.001)
+    assert unknown.pages(1000, SIZE, 0) == 1
+    unknown.launched(ended(SIZE, 1e-6, RuntimeError("out of memory")), 0)  # says nothing
+    assert unknown.pages(1000, SIZE, 0) == 1
+    unknown.launched(ended(SIZE, 0.01), 0)
+    assert unknown.pages(1000, SIZE, 0) == 100
+    profiled = budget(computing(10 * SIZE, 0) * 1.001)
     for _ in range(2):
-        profiled.launched(ended(10 * SIZE, 2 * LAYERS * layer(10 * SIZE, 0)), 0, LAYERS)
-    assert profiled.pages(1000, SIZE, 0, LAYERS) == 5
+        profiled.launched(ended(10 * SIZE, 2 * computing(10 * SIZE, 0)), 0)
+    assert profiled.pages(1000, SIZE, 0) == 5
 
 
 def test_nothing_is_recomputed_that_takes_longer_than_there_is_time() -> None:
-    page, slices = LAYERS * layer(SIZE, 0), budget(10.0)
-    assert slices.pages(100, SIZE, 0, LAYERS, within=0.99 * page) == 0
-    assert slices.pages(100, SIZE, 0, LAYERS, within=5.01 * page) == 5
-    assert budget(2.01 * page).pages(100, SIZE, 0, LAYERS, within=5.01 * page) == 2
+    page, slices = computing(SIZE, 0), budget(10.0)
+    assert slices.pages(100, SIZE, 0, within=0.99 * page) == 0
+    assert slices.pages(100, SIZE, 0, within=5.01 * page) == 5
+    assert budget(2.01 * page).pages(100, SIZE, 0, within=5.01 * page) == 2
     unknown = budget(1.0, known=False)
-    assert [unknown.pages(100, SIZE, 0, LAYERS, within=within) for within in (0.0, 1e-9)] == [0, 1]
-    assert slices.pages(100, SIZE, 0, LAYERS, within=9.01 * page, best=3.01 * page) == 3
-    assert slices.pages(100, SIZE, 0, LAYERS, within=1.01 * page, best=0.5 * page) == 1
+    assert [unknown.pages(100, SIZE, 0, within=within) for within in (0.0, 1e-9)] == [0, 1]
+    assert slices.pages(100, SIZE, 0, within=9.01 * page, best=3.01 * page) == 3
+    assert slices.pages(100, SIZE, 0, within=1.01 * page, best=0.5 * page) == 1
 
 
 def test_how_long_all_slices_of_a_front_take() -> None:
     def fixed(tokens: int, prefix: float) -> float:
         return 1.0 + tokens  # the shorter a slice the more of it is lost
 
-    slices = SliceBudget(LAYERS * (1 + 4 * SIZE), 8192, fixed, known=True)
-    assert slices.seconds(8 * SIZE, SIZE, 0, LAYERS) == 2 * LAYERS * (1 + 4 * SIZE)
-    assert slices.seconds(2 * SIZE, SIZE, 0, LAYERS) == LAYERS * (1 + 2 * SIZE)
-    long = budget(1e9).seconds(1000, SIZE, 500, LAYERS)  # in one slice, in the middle of it
-    assert long == pytest.approx(LAYERS * layer(1000, 1000), rel=0.02)
-    assert budget(1.0, known=False).seconds(SIZE, SIZE, 0, LAYERS) == math.inf
+    slices = SliceBudget((1 + 4 * SIZE), 8192, fixed, known=True)
+    assert slices.seconds(8 * SIZE, SIZE, 0) == 2 * (1 + 4 * SIZE)
+    assert slices.seconds(2 * SIZE, SIZE, 0) == (1 + 2 * SIZE)
+    long = budget(1e9).seconds(1000, SIZE, 500)  # in one slice, in the middle of it
+    assert long == pytest.approx(computing(1000, 1000), rel=0.02)
+    assert budget(1.0, known=False).seconds(SIZE, SIZE, 0) == math.inf
 
 
 def test_a_slice_is_as_long_as_its_share_of_the_time_allows() -> None:
     slices = SliceBudget(1.0, 8192, lambda tokens, prefix: 0.001 * tokens, known=True)
     shares = {1.0: 100, 0.5: 50, 1e-9: 1, 0.0: 0}
-    assert {share: slices.pages(1000, 10, 0, 1, share) for share in shares} == shares
+    assert {share: slices.pages(1000, 10, 0, share) for share in shares} == shares
 
 
 # ---- the governor: how much of the GPU recomputation gets, from what SGLang's scheduler holds ----

@@ -64,7 +64,7 @@ def test_a_backup_that_has_not_arrived_is_loaded_later(counted: dict[str, int]) 
 class Planned:
     """Loads that can always be planned."""
 
-    stored_from = 0
+    stored_from = 0  # first stored layer
 
     def plan(self, host_pages: Any, prefix: Any) -> Any:
         return SimpleNamespace(host_pages=host_pages.tolist())
@@ -91,7 +91,8 @@ def test_what_does_not_fit_on_one_rank_is_a_miss_on_all(monkeypatch: pytest.Monk
 
 
 def test_ranks_agree_on_recomputed_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of the second page do not fit on one rank; a page that is prepared is there anyway."""
+    """Rows of the second page do not fit on one rank; a page that is prepared is there anyway, if
+    no first layers must be recomputed by its header."""
     monkeypatch.setattr(controllers, "smallest", Ranks(2).smallest)
     made: list[Any] = []
     prepared = np.array([False, False, False])
@@ -99,12 +100,15 @@ def test_ranks_agree_on_recomputed_pages(monkeypatch: pytest.MonkeyPatch) -> Non
         pool, pages, tokens = new_pool(), np.arange(3), np.arange(3 * PAGE)
         pool.arena.recomputed(pages, tokens, tokens)
         pool.arena.mark_saved(pages, np.array([True, rank == 1, True]))
-        restores = SimpleNamespace(whole_pages=lambda pages: prepared, failed=lambda pages: False)
+        restores = SimpleNamespace(ready_pages=lambda pages: prepared, failed=lambda pages: False)
         eager = SimpleNamespace(restores=restores)
         made.append(bare_controller(pool, Planned(), tp_group=rank, eager=eager))
     assert loaded_on_all_ranks(made, 0, 1, 2) == [False, False]
     prepared[1] = True
     assert loaded_on_all_ranks(made, 0, 1, 2) == [True, True]
+    for one in made:
+        one._loads.stored_from = 1
+    assert loaded_on_all_ranks(made, 0, 1, 2) == [False, False]
 
 
 @pytest.fixture

@@ -67,10 +67,8 @@ class Crowd:
             holds=lambda node: True,
         )
         budget = SliceBudget(1.0, TOKENS, lambda tokens, prefix: 1.0, known=True)
-        of_loads = {"recomputes_pages": False, "methods": SimpleNamespace(methods=[None])}
-        eager = eager_over(
-            pages, PAGES, PAGE, budget, {"start": lambda *_, **__: Restore()}, loads=of_loads
-        )
+        of_loads, starts = {"recomputes_pages": False}, {"start": lambda *_, **__: Restore()}
+        eager = eager_over(pages, PAGES, PAGE, budget, starts, loads=of_loads)
         eager._prefetches = state.prefetches
         host = SimpleNamespace(size=1 << 30, available_size=lambda: 1 << 30)
         self.controller = bare_controller(

@@ -30,21 +30,17 @@ class Scene:
         capture: Any = SimpleNamespace(allocated=self.captured.append)
         self.pages = ReservablePages(self.allocator, capture)
         self.restores: list[Restore] = []
-        self.eager = EagerRestores(SIZE, self.pages, self._launch, pages)
+        self.eager = EagerRestores(SIZE, self.pages, self._launch, pages)  # type: ignore[arg-type]
         self.pages.eager = self.eager
 
-    def _launch(self, *_: Any) -> tuple[Any, int]:
-        self.restores.append(Restore())
-        return self.restores[-1], 0
-
-    def _launch_alone(self, *_: Any, ahead: bool) -> Restore:
+    def _launch(self, *_: Any, ahead: bool = True) -> Restore:
         assert ahead
         self.restores.append(Restore())
         return self.restores[-1]
 
     def loads(self, budget: SliceBudget, starts: dict[str, Any], **others: Any) -> Any:
         """Eager loads into its pages, whose pipeline starts what it is to with ``starts``."""
-        pipeline = {"start": self._launch_alone} | starts
+        pipeline = {"start": self._launch} | starts
         return eager_over(self.pages, self.most, SIZE, budget, pipeline, **others)
 
     def reserve(self, *host_pages: int, arrived: int = 0) -> None:

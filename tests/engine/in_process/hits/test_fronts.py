@@ -1,6 +1,8 @@
 """Fronts of prefetches: pages that are recomputed whole while the back is read."""
 
 import math
+import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ from hcache_backend.prefetch.eager_loads import Offer
 from hcache_backend.prefetch.prefetch import Meeting
 from hcache_backend.prefetch.slices import Pace, SliceBudget
 from hcache_backend.ranks import Turn
+from hcache_backend.restore.recompute import TokenSpan
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import WorkerStream
 from tests.engine.in_process.hits.eager_scene import PAGES, SIZE, Scene, hicache
@@ -52,10 +55,9 @@ class Fronts:
         self.stream = WorkerStream("forward")
         self.seconds_to_read = math.inf  # a token
         self.eager = scene.loads(
-            SliceBudget(1e9, 2 * SIZE, lambda tokens, prefix: tokens, known=True),
+            SliceBudget(1e9, 2 * SIZE, lambda tokens, prefix: 3 * tokens, known=True),
             {"start_recomputation": self._launch},
             loads={
-                "methods": SimpleNamespace(methods=("kv",) * 3),
                 "recompute_pages": self._recompute_pages,
                 "recomputation_failed": self.failures.append,
                 "recomputes_pages": True,
@@ -91,9 +93,10 @@ class Fronts:
     def turn(self, reduce: Reduce = alone) -> None:
         turn_of(self.eager, self.cache, reduce)
 
-    def _recompute_pages(self, token_ids: np.ndarray, prefix: torch.Tensor) -> object:
-        self.launched.append((token_ids.tolist(), len(prefix)))
-        return object()
+    def _recompute_pages(self, span: TokenSpan, slots: torch.Tensor) -> torch.Tensor:
+        assert len(span.token_ids) == len(slots)
+        self.launched.append((span.token_ids.tolist(), len(span.prefix)))
+        return slots
 
     def _expect(self, host_pages: np.ndarray, positions: np.ndarray, ids: np.ndarray) -> None:
         self.expected.append((host_pages.tolist(), positions.tolist(), ids.tolist()))
@@ -105,12 +108,7 @@ class Fronts:
         if self.save_problem is not None:
             raise self.save_problem
 
-    def _launch(
-        self, recompute: object, positions: np.ndarray, slots: torch.Tensor, after: Any
-    ) -> Any:
-        assert after == []
-        _, before = self.launched[-1]
-        assert positions.tolist() == list(range(before, before + len(slots)))
+    def _launch(self, slots: torch.Tensor) -> RunningRestore:
         event = self.stream.record(timed=True)
         restore = RunningRestore(len(slots), {}, event, torch.device("cpu"), event, [event] * 3)
         restore.failed = self.problem
@@ -138,7 +136,7 @@ def test_front_pages_are_recomputed_and_saved_until_they_meet_the_back(fronts: F
     fronts.turn()
     assert meeting.pages == 8 and not meeting.next_batch(3)
     handed = fronts.eager.restores.hand_out(np.arange(8))
-    assert handed is not None and handed.whole.all()
+    assert handed is not None and handed.ready.all()
 
 
 def test_a_front_goes_on_as_far_as_every_rank_allows_and_has_unread_pages(fronts: Fronts) -> None:
@@ -154,6 +152,55 @@ def test_a_front_goes_on_as_far_as_every_rank_allows_and_has_unread_pages(fronts
         fronts.turn(reduce)
     assert asked == [[2]] * 3
     assert [len(tokens) for tokens, _ in fronts.launched] == [SIZE, 2 * SIZE]
+
+
+def test_a_turn_has_one_slice_and_none_while_two_are_not_done(fronts: Fronts) -> None:
+    gate = threading.Event()
+    fronts.stream.run(partial(gate.wait, 240))
+    first, second = fronts.begin(5), Operation(5, SIZE, first=5)
+    second.meeting = Meeting()
+    fronts.cache.ongoing_prefetch[1] = second
+    counts = []
+    for _ in range(3):
+        fronts.turn()
+        counts.append((first.meeting.front, second.meeting.front))
+    assert counts == [(2, 0), (4, 0), (4, 0)]
+    gate.set()
+    fronts.stream.record().synchronize()
+    for _ in range(2):
+        fronts.turn()
+        counts.append((first.meeting.front, second.meeting.front))
+    assert counts[3:] == [(5, 0), (5, 2)]
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_what_was_recomputed_long_ago_is_in_front_of_no_batch(fronts: Fronts, done: bool) -> None:
+    gate = threading.Event()
+    fronts.stream.run(partial(gate.wait, 240))
+    fronts.began()
+    fronts.eager.governor.look = lambda _: None
+    fronts.eager.governor.pace = Pace(0.0, "put_off_waiting")  # no further slice
+    if done:
+        gate.set()
+        fronts.stream.record().synchronize()
+    fronts.turn()
+    assert [fronts.eager.take_recomputed() for _ in range(2)] == [not done, False]
+    gate.set()
+
+
+def test_a_slice_that_is_put_off_is_put_off_on_every_rank(fronts: Fronts) -> None:
+    """They agree on it: none needs to have seen what this one saw."""
+    asked = list[list[int]]()
+    fronts.eager.governor.look = lambda _: None
+    fronts.eager.governor.pace = Pace(0.0, "put_off_waiting")
+    fronts.begin()
+    for _ in range(3):
+        fronts.turn(lambda numbers, _: asked.append(numbers.tolist()))
+    assert (asked, fronts.launched) == ([[0]] * 3, [])
+    assert not fronts.eager.take_recomputed()
+    fronts.eager.governor.pace = Pace(0.5, "shorter")
+    fronts.turn()
+    assert len(fronts.launched) == 1
 
 
 @pytest.mark.parametrize(
@@ -205,8 +252,8 @@ def test_readers_are_told_whether_a_front_may_be_recomputed(fronts: Fronts) -> N
 
 def test_no_front_is_recomputed_where_another_one_was_taken(fronts: Fronts) -> None:
     operation = fronts.began()
-    [due] = fronts.eager.restores.to_recompute(2)
-    assert due.pages == range(2, 4)
+    due = fronts.eager.restores.to_recompute(operation, 2)
+    assert due is not None and due.pages == range(2, 4)
     meeting = operation.meeting
     offer = Offer(due._replace(pages=range(3, 5)), meeting, Turn().propose())
     assert meeting.offer(8) == 6 and fronts.eager._taken(offer, 2) == 0
@@ -243,7 +290,7 @@ def test_saved_pages_are_settled_before_they_are_freed_or_in_the_next_turn(
         return
     fronts.pool.on_freed[0](np.array([1]))
     assert fronts.settled == [[], [0, 1]]
-    assert fronts.eager.restores.whole_pages(np.arange(2)).tolist() == [True, False]
+    assert fronts.eager.restores.ready_pages(np.arange(2)).tolist() == [True, False]
 
 
 def test_nothing_is_recomputed_whole_for_a_prefetch_that_has_ended(fronts: Fronts) -> None:
@@ -269,7 +316,7 @@ def test_recomputed_pages_that_were_not_saved_are_lost_on_this_rank_alone(fronts
     assert (fronts.failures, fronts.lost) == ([], [0, 1])
     assert operation.meeting.pages == 4
     handed = fronts.eager.restores.hand_out(np.arange(4))
-    assert handed is not None and handed.whole.all()
+    assert handed is not None and handed.ready.all()
 
 
 def test_pages_whose_recomputation_failed_do_not_count(fronts: Fronts) -> None:
@@ -305,7 +352,7 @@ def test_a_front_ends_on_all_ranks_where_a_launch_has_failed_on_one(fronts: Fron
 def test_what_l3_brings_sooner_is_only_read(
     seconds: float, recomputed: int, fronts: Fronts
 ) -> None:
-    """A token takes a second in each of three layers; the reader does not begin."""
+    """A token takes three seconds; the reader does not begin."""
     fronts.eager._budget.launched = lambda *_: None  # type: ignore[method-assign]
     fronts.seconds_to_read = seconds
     fronts.begin()
@@ -352,11 +399,11 @@ def test_a_front_is_not_waited_for_where_slices_are_put_off(fronts: Fronts) -> N
 
 def test_slices_take_as_long_as_a_prefill_until_one_has_run(fronts: Fronts) -> None:
     """Servers of K and V have no profile for slices; their first hits are judged all the same."""
-    fronts.eager._budget = SliceBudget(1.0, 2 * SIZE, lambda tokens, _: tokens, known=False)
+    fronts.eager._budget = SliceBudget(1.0, 2 * SIZE, lambda tokens, _: 3 * tokens, known=False)
     fronts.l3.estimates.prefill.seconds = lambda tokens, prefix: tokens * 5 + prefix
     fronts.eager.governor.pace = Pace(0.5, "shorter")
     assert fronts.eager.seconds_to_recompute(8 * SIZE, 3) == 2 * (8 * SIZE * 5 + 3)
-    fronts.eager._budget._layer.measured(2 * SIZE, 0, 2.0 * SIZE)
+    fronts.eager._budget._recomputing.measured(2 * SIZE, 0, 6.0 * SIZE)
     assert fronts.eager.seconds_to_recompute(8 * SIZE, 3) == 2 * 3 * 8 * SIZE
 
 

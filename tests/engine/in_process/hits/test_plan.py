@@ -44,8 +44,8 @@ def slices(plan: PartitionPlan) -> Recomputing:
     """How long an idle server takes for the front of a hit once it has measured a slice."""
     most = CHUNK_TOKENS
     methods = Restore(plan.profile, plan.model, plan.stored, chunk_tokens=most, ranks=plan.tp)
-    budget = SliceBudget(CONFIG.recompute_ms / 1e3, most, methods.layer, known=True)
-    return lambda tokens, prefix: budget.seconds(tokens, PAGE, prefix, plan.model.layers)
+    budget = SliceBudget(CONFIG.recompute_ms / 1e3, most, methods.recompute, known=True)
+    return lambda tokens, prefix: budget.seconds(tokens, PAGE, prefix)
 
 
 def gate_takes(plan: PartitionPlan) -> bool:

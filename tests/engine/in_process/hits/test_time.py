@@ -23,7 +23,6 @@ from tests.kit.turns import turn_of
 
 TURN = 0.002  # seconds between two turns of the scheduler
 SLICE = 0.010  # of the GPU in a turn: the option's default
-LAYERS = 4
 
 
 class NoThreads(Door):
@@ -42,26 +41,25 @@ class Server:
         self.computing, self.reading, self.fixed = computing, reading, fixed
         self.l3 = L3Progress(Estimates(), lambda: self.now)
         scene = Scene(need_sort=False, pages=pages + 1)
-        self.budget = SliceBudget(SLICE, 2048 * SIZE, self._layer, known=True)
+        self.budget = SliceBudget(SLICE, 2048 * SIZE, self._seconds, known=True)
         arena = SimpleNamespace(physical=lambda ids: ids, recomputed=lambda *_: None)
-        methods = SimpleNamespace(methods=("kv",) * LAYERS)
-        loads = {"methods": methods, "recompute_pages": lambda *_: object()}
+        loads = {"recompute_pages": lambda span, slots: slots, "recomputes_pages": True}
         with through(NoThreads()):
             self.eager = scene.loads(
                 self.budget,
                 {"start_recomputation": self._recompute},
-                loads=loads | {"recomputes_pages": True},
+                loads=loads,
                 pool={"arena": arena, "save_recomputed": lambda *_: None},
                 l3=self.l3,
             )
         self.cache = hicache()
         self.pages = pages
 
-    def _layer(self, tokens: int, prefix: float) -> float:
-        return self.computing / LAYERS * tokens / SIZE
+    def _seconds(self, tokens: int, prefix: float) -> float:
+        return self.computing * tokens / SIZE
 
-    def _recompute(self, recompute: object, positions: Any, slots: Any, after: Any) -> Any:
-        seconds = LAYERS * self._layer(len(slots), 0)
+    def _recompute(self, slots: Any) -> Any:
+        seconds = self._seconds(len(slots), 0)
         self.gpu_free = end = max(self.gpu_free, self.now) + seconds
         return SimpleNamespace(
             tokens=len(slots),

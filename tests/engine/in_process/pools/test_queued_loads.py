@@ -14,6 +14,7 @@ from hcache_backend.host.loads import LoadQueue, Prepared, QueuedLoad
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.prefetch.prefetch import Prefetches
 from hcache_backend.restore.layers import Recompute
+from hcache_backend.restore.recompute import TokenSpan
 from hcache_backend.sglang import radix_cache
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.radix_cache import TURN
@@ -73,7 +74,8 @@ class Recomputer:
     def stream(self) -> Stream:
         return current_stream("cpu")
 
-    def recompute(self, layers: int, positions: Any, slots: Any, spans: Any) -> None:
+    def recompute(self, layers: int, slots: torch.Tensor, spans: Any) -> None:
+        self.slots = slots.tolist()
         self.tokens = [token for span in spans for token in span.token_ids.tolist()]
         self.spans = [(len(span.token_ids), span.prefix.tolist()) for span in spans]
 
@@ -93,24 +95,20 @@ def plan(loads: Any, *pages: int, known: int | None = None) -> QueuedLoad | None
     return found
 
 
-def add(loads: Any, load: QueuedLoad | None, *whole: bool) -> torch.Tensor:
-    """Queue ``load``; other restores wrote the ``whole`` ones of its pages. Its slots."""
+def add(loads: Any, load: QueuedLoad | None, *ready: bool) -> torch.Tensor:
+    """Queue ``load``; other restores wrote the ``ready`` ones of its pages. Its slots."""
     assert load is not None
     slots = torch.arange(SIZE * len(load.host_pages)).flip(0)
-    if whole:
-        load.prepared = Prepared(slots, np.array(whole), np.array(whole), (SimpleNamespace(),))
-    loads.add_load(load, slots)
+    if ready:
+        load.prepared = Prepared(slots, np.array(ready), (SimpleNamespace(),))
+    loads.add_load(load)
     return slots
 
 
-def recomputed(loads: Any, *, only_missing: bool = False) -> Any:
+def recomputed(loads: Any, *, only_unstored: bool = False) -> Any:
     """How the queued loads are recomputed, which are queued no more."""
     loads_now, loads._queued = loads._queued, []
-    return loads._recompute_queued(loads_now, only_missing=only_missing)
-
-
-def run(recompute: Recompute) -> None:
-    recompute.fill(np.empty(0, np.int64), torch.empty(0))
+    return loads._recompute_queued(loads_now, torch.empty(0), only_unstored=only_unstored)
 
 
 def no_memory(loads: Any) -> list[str]:
@@ -123,9 +121,9 @@ def no_memory(loads: Any) -> list[str]:
 def test_what_is_restored_already_is_not_recomputed() -> None:
     loads = queue(Partition(2, 2, 0), recomputable=4)
     loads.methods = SimpleNamespace(first_layers=lambda *_: 4, recomputable=4)
-    for only_missing, layers in ((False, 4), (True, 2)):
+    for only_unstored, layers in ((False, 4), (True, 2)):
         add(loads, plan(loads, 0, 1))
-        assert recomputed(loads, only_missing=only_missing).layers == layers
+        assert recomputed(loads, only_unstored=only_unstored).layers == layers
 
 
 def test_layers_that_are_not_stored_need_the_prefix() -> None:
@@ -141,28 +139,35 @@ def test_layers_that_are_not_stored_need_the_prefix() -> None:
     assert not loads._queued  # it was for that restore only
 
 
-def test_only_pages_that_lack_layers_are_recomputed_behind_all_before_them() -> None:
-    loads = queue(Partition(2, 2, 0), recomputer := Recomputer())
-    slots = add(loads, plan(loads, 1, 2, 3, 4, known=SIZE), False, True, True, False)
-    recompute = recomputed(loads, only_missing=True)
-    assert recompute.layers == 2
-    run(recompute)
-    before = [*range(SIZE), *slots[: 3 * SIZE].tolist()]
-    assert recomputer.spans == [(SIZE, before[:SIZE]), (SIZE, before)]
-    assert recomputer.tokens == [1] * SIZE + [4] * SIZE
+@pytest.mark.parametrize("ready", [(True, False, True), (True, True, True)])
+def test_first_layers_that_are_not_stored_are_recomputed_for_all_loads(
+    ready: tuple[bool, ...],
+) -> None:
+    """Also for pages whose other layers were restored while L3 was read."""
+    loads = queue(Partition(2, 2, 0), recomputer := Recomputer(), recomputable=4)
+    loads.methods = SimpleNamespace(first_layers=lambda *_: 4, recomputable=4)
+    slots = add(loads, plan(loads, 1, 2, 3, known=SIZE), *ready)
+    slots = torch.cat((slots, 99 + add(loads, plan(loads, 4, 5, known=4 * SIZE), True, True)))
+    loads.launch(slots)
+    assert loads._pipeline.pages == [[2] if False in ready else []]
+    [recompute] = loads._pipeline.recomputed
+    assert recompute.layers == 2 and recompute.slots is slots
+    recompute.fill()
+    assert recomputer.slots == slots.tolist()
+    assert recomputer.spans == [
+        (3 * SIZE, [*range(SIZE)]),
+        (2 * SIZE, [*range(4 * SIZE)]),
+    ]
+    assert recomputer.tokens == [page for page in range(1, 6) for _ in range(SIZE)]
 
 
-def test_pages_of_a_prefetch_are_recomputed_behind_what_is_known() -> None:
-    loads = queue(Partition(1, 3, 0), recomputer := Recomputer())
-    pages, known = np.array([2, 3]), torch.arange(2 * SIZE) + 9
-    assert loads.recompute_of(pages, 1, lambda: None) is None
-    assert loads.recompute_of(pages, 1, lambda: known[1:]) is None  # that is not all of it
-    assert loads.recompute_of(np.array([2, 4]), 1, lambda: known) is None
-    recompute = loads.recompute_of(pages, 1, lambda: known)
-    assert recompute.layers == 1
-    run(recompute)
-    assert recomputer.spans == [(2 * SIZE, known.tolist())]
-    assert recomputer.tokens == [2] * SIZE + [3] * SIZE
+def test_nothing_is_recomputed_of_loads_that_get_pages_with_all_layers() -> None:
+    loads = queue(Partition(0, 4, 0), recomputable=4)
+    loads.methods = SimpleNamespace(first_layers=lambda *_: 4, recomputable=4)
+    loads.launch(add(loads, plan(loads, 0, 1), True, True))
+    assert loads._pipeline.pages == []
+    loads.launch(add(loads, plan(loads, 0, 1), True, False))
+    assert (loads._pipeline.pages, loads._pipeline.recomputed) == ([[1]], [None])
 
 
 def test_what_prefills_took_lately_decides_what_a_load_recomputes() -> None:
@@ -181,16 +186,17 @@ def test_what_recomputes_whole_pages_does_nothing_to_loads_of_kv() -> None:
     assert loads.recomputes_pages
     load = plan(loads, 1, 2, known=SIZE)
     add(loads, load, True, False)
-    assert load is not None and not any(load.spans)
-    assert recomputed(loads, only_missing=True) is None
-    known = torch.arange(3)
-    recompute = loads.recompute_pages(np.array([7, 8]), known)
+    assert load is not None and load.span is None
+    assert recomputed(loads, only_unstored=True) is None
+    pages = TokenSpan(np.array([7, 8]), torch.arange(3)), torch.tensor([9, 10])
+    recompute = loads.recompute_pages(*pages)
     assert recompute.layers == 4
-    recompute.fill(np.array([3, 4]), torch.tensor([9, 10]))
+    recompute.fill()
     assert (recomputer.tokens, recomputer.spans) == ([7, 8], [(2, [0, 1, 2])])
+    assert recomputer.slots == [9, 10]
     loads.recomputation_failed(RuntimeError("out of memory"))
     assert not loads.recomputes_pages
-    assert loads.recompute_pages(np.array([7, 8]), known) is None
+    assert loads.recompute_pages(*pages) is None
     assert queue(Partition(0, 1, 3), recomputer).recomputes_pages
     assert not queue(Partition(1, 0, 3), recomputer).recomputes_pages
 
@@ -213,7 +219,6 @@ def test_nobody_gets_layers_that_are_stored_nowhere_and_were_not_recomputed() ->
     with pytest.raises(RuntimeError, match="out of memory"):
         loads.launch(slots)
     assert plan(loads, 0) is None
-    assert loads.recompute_of(np.array([0]), 2, lambda: None) is None
     assert told == ["layers that are not stored cannot be recomputed any more"]
 
 
@@ -247,7 +252,8 @@ def test_dropped_loads_are_forgotten() -> None:
     loads = queue(Partition(1, 3, 0))
     add(loads, plan(loads, 0))
     loads.drop_queued()
-    assert recomputed(loads) is None
+    loads.launch(add(loads, plan(loads, 2, known=2 * SIZE)))
+    assert loads._pipeline.pages == [[2]]
 
 
 def test_a_count_that_fails_costs_no_restore(caplog: pytest.LogCaptureFixture) -> None:

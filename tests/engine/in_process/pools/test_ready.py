@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.host.loads import LoadQueue, Prepared, QueuedLoad
+from hcache_backend.host.loads import Prepared, QueuedLoad
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.sglang.host_pool import OwnPagesPool
-from hcache_backend.streams import current_stream
 from tests.kit.host import LAYERS, PAGE, Host, slots_of
 
 
@@ -55,17 +54,13 @@ def pool() -> OwnPagesPool:
 def load(pool: OwnPagesPool, host: list[int], device: list[int], given: Prepared) -> Pipeline:
     """Load host pages to device pages; others made the ``given`` pages of it."""
     loads: Any = pool._loads
-    loads.add_load(QueuedLoad(np.array(host), prepared=given), slots_of(*device))
+    loads.add_load(QueuedLoad(np.array(host), prepared=given))
     indices = slots_of(*host), slots_of(*device)
     for layer in range(LAYERS):
         pool.load_to_device_per_layer(pool.device_pool, *indices, layer, "kernel")
     assert not loads._queued
     pipeline: Any = loads._pipeline
     return pipeline
-
-
-def prepared(device: list[int], ready: list[bool], whole: list[bool], *made: Any) -> Prepared:
-    return Prepared(slots_of(*device), np.array(ready), np.array(whole), made)
 
 
 @pytest.mark.parametrize(
@@ -76,30 +71,9 @@ def prepared(device: list[int], ready: list[bool], whole: list[bool], *made: Any
 def test_missing_pages_are_transferred(
     there: list[bool], started: list[Any], pool: OwnPagesPool
 ) -> None:
-    early = [Running(1), Running()]
-    pipeline = load(pool, [3, 1, 4], [5, 6, 2], prepared([5, 6, 2], there, there, *early))
+    early: Any = (Running(1), Running())
+    pipeline = load(pool, [3, 1, 4], [5, 6, 2], Prepared(slots_of(5, 6, 2), np.array(there), early))
     assert pipeline.started == started and pipeline.may_be_read
     whole, layers = (restore.waited for restore in early)
     assert (whole, layers) == ([0], [*range(LAYERS)]), "one wait for each event"
     assert pipeline.restore.waited == (layers if started else [])
-
-
-def test_first_layers_are_recomputed_where_lacking(
-    pool: OwnPagesPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool.page_layout.positions(pool.arena.memory)[:] = np.arange(len(pool.arena.memory))[:, None]
-    early, seen = Running(), []
-
-    def fill(positions: np.ndarray, slots: torch.Tensor) -> None:
-        seen.append((positions[::PAGE].tolist(), (slots[::PAGE] // PAGE).tolist()))
-
-    first = Recompute(1, fill, current_stream("cpu"))
-    monkeypatch.setattr(LoadQueue, "_recompute_queued", lambda *_, **kw: first)
-    given = prepared([5, 6, 2], [True, True, False], [False, True, False], early)
-    pipeline = load(pool, [3, 1, 4], [5, 6, 2], given)
-    [(pages, _, recompute)] = pipeline.started
-    assert pages == [4]
-    assert early.waited == list(range(LAYERS))
-    assert recompute is not None and recompute.layers == 1
-    recompute.fill(np.empty(0, np.int64), torch.empty(0))
-    assert seen == [([3, 4], [5, 2])]
