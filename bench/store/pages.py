@@ -24,7 +24,7 @@ from hcache_backend.config import parse_config
 from hcache_backend.format.envelope import round_up
 from hcache_backend.format.page import PageLayout
 from hcache_backend.store import PageStore
-from hcache_backend.store.file_ops import kvikio_state
+from hcache_backend.store.kvikio_ops import kvikio_state
 
 MIB = 1 << 20
 BATCH = 128

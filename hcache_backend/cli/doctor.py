@@ -34,8 +34,10 @@ from hcache_backend.plan.restore import describe
 from hcache_backend.server_report import read_report
 from hcache_backend.sglang.compat import sglang_version, untested
 from hcache_backend.store import FileOps, is_store_folder
-from hcache_backend.store.file_ops import FOLDER, kvikio_state, probe_alignment, try_lock
+from hcache_backend.store.direct_io import probe_alignment
+from hcache_backend.store.file_ops import FOLDER, try_lock
 from hcache_backend.store.folder import device_of_root, existing_part, file_system_of, why_not
+from hcache_backend.store.kvikio_ops import kvikio_state
 
 _PROBE_BYTES = 64 << 20
 _PIECE = 4 << 20

@@ -28,7 +28,8 @@ from hcache_backend.format.envelope import round_up
 from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.profile import OPERATIONS, Profile, Rate, processor_name
 from hcache_backend.store import FileOps, best_file_ops
-from hcache_backend.store.file_ops import FOLDER, PageIO, move_all, probe_alignment
+from hcache_backend.store.direct_io import PageIO, move_all, probe_alignment
+from hcache_backend.store.file_ops import FOLDER
 from hcache_backend.store.folder import existing_part
 from hcache_backend.streams import current_stream, gpu_name, host_tensor
 from hcache_kernels.pages import gather_pages, gather_planes

@@ -32,8 +32,16 @@ from typing import NamedTuple
 from hcache_backend.format import file as page_file
 from hcache_backend.format.envelope import BLOCK, PageName
 from hcache_backend.format.units import Eighths, PageMemory, Unit
-from hcache_backend.store import file_ops
-from hcache_backend.store.file_ops import FOLDER, FileOps, FolderLock, PageIO, kept_open, opened
+from hcache_backend.store.direct_io import Alignment, PageIO, probe_alignment, reading_alignment
+from hcache_backend.store.file_ops import (
+    FOLDER,
+    FileOps,
+    FolderLock,
+    is_no_space,
+    kept_open,
+    opened,
+    try_lock,
+)
 from hcache_backend.store.index import INDEX_FILE, INDEX_FORMAT, Entry, Index, is_damaged
 from hcache_backend.store.stats import logger
 
@@ -149,7 +157,7 @@ class Session:
             ops.make_folder(self.token, sessions_fd)
             self.fd = kept_open(ops.open(self.token, FOLDER, sessions_fd), stack)
         # No other process knows this file yet, so it is free.
-        file_ops.try_lock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, self.fd), stack))
+        try_lock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, self.fd), stack))
         with suppress(OSError):  # most file systems cannot be asked
             ops.spread_folders(self.fd)
         self._lanes = Subfolders(ops, self.fd, lanes, stack)
@@ -231,22 +239,22 @@ class Folder:
             self.index = self._open_index(readonly)
             stack.callback(self.index.close)
             if readonly:
-                alignment = file_ops.reading_alignment(ops, root_fd, MARKER)
+                alignment = reading_alignment(ops, root_fd, MARKER)
             else:
                 alignment = self._open_session(stack, lanes)
         self.io = PageIO(ops, alignment, BUFFER_BYTES)
 
-    def _open_session(self, stack: ExitStack, lanes: int) -> file_ops.Alignment:
+    def _open_session(self, stack: ExitStack, lanes: int) -> Alignment:
         """Open the session, and make room for it: somebody else may have filled the disk."""
         while True:
             try:
                 with ExitStack() as opened:
                     self.session = Session(self.ops, self.root_fd, lanes, opened)
-                    alignment = file_ops.probe_alignment(self.ops, self.session.fd, "probe")
+                    alignment = probe_alignment(self.ops, self.session.fd, "probe")
                     stack.push(opened.pop_all())
                     return alignment
             except OSError as error:
-                oldest = self.index.oldest(8) if file_ops.is_no_space(error) else []
+                oldest = self.index.oldest(8) if is_no_space(error) else []
                 if not oldest:
                     raise
                 logger.warning("hcache: %s is full; its oldest pages go: %s", self.path, error)
@@ -263,7 +271,7 @@ class Folder:
                 return Index(self.path / _INDEX, self.ops, readonly=readonly)
             except (OSError, sqlite3.Error) as error:
                 damaged = is_damaged(error)
-                if readonly or not tries_left or not (damaged or file_ops.is_no_space(error)):
+                if readonly or not tries_left or not (damaged or is_no_space(error)):
                     raise
                 if damaged:
                     logger.warning("hcache: %s gets a new index: %s", self.path, error)
@@ -656,7 +664,7 @@ def _remove_dead_sessions(ops: FileOps, root_fd: int) -> None:
                 with opened(ops, token, FOLDER, sessions_fd) as session_fd:
                     try:
                         with opened(ops, _LOCK, os.O_RDWR, session_fd) as fd:
-                            dead = file_ops.try_lock(fd)
+                            dead = try_lock(fd)
                     except FileNotFoundError:
                         dead = True  # sessions start under the folder's lock
                 if dead:

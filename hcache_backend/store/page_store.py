@@ -17,9 +17,10 @@ from hcache_backend.format.file import file_layout
 from hcache_backend.format.units import WHOLE, Eighths, PageMemory, Parts, SegmentTable, Shard
 from hcache_backend.store.disk import Disk, Writing, result_of
 from hcache_backend.store.eviction import Keys, Recency
-from hcache_backend.store.file_ops import FileOps, best_file_ops
+from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.folder import NotOurFolderError, PageRead, PageWrite
 from hcache_backend.store.index import Entry
+from hcache_backend.store.kvikio_ops import best_file_ops
 from hcache_backend.store.maintenance import maintain
 from hcache_backend.store.stats import StoreStats, logger
 

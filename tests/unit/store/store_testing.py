@@ -18,7 +18,7 @@ from hcache_backend.config import HCacheConfig, parse_config
 from hcache_backend.format.envelope import parse_name
 from hcache_backend.format.units import SegmentTable, Shard
 from hcache_backend.store import FileOps, PageStore
-from hcache_backend.store.file_ops import KvikioFileOps
+from hcache_backend.store.kvikio_ops import KvikioFileOps
 
 NAMESPACE = b"namespace-------"
 OTHER_NAMESPACE = b"other-namespace-"

@@ -26,7 +26,7 @@ from store_testing import (
 )
 
 from hcache_backend.store import SERVER_REPORT
-from hcache_backend.store.file_ops import BUFFERED, probe_alignment
+from hcache_backend.store.direct_io import BUFFERED, probe_alignment
 from hcache_backend.store.folder import MARKER
 from hcache_backend.store.maintenance import find_unknown_files
 

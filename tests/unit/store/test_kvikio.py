@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from hcache_backend.cli.main import app
 from hcache_backend.store import FileOps, best_file_ops
-from hcache_backend.store.file_ops import KvikioState, kvikio_state
+from hcache_backend.store.kvikio_ops import KvikioState, kvikio_state
 
 pytestmark = pytest.mark.slow
 DRIVER = Path(sys.prefix) / "driver"
@@ -86,7 +86,7 @@ def test_a_driver_that_kvikio_cannot_use_is_found_by_a_read(tmp_path: Path) -> N
     library = importlib.import_module("xxhash._xxhash").__file__
     assert library is not None
     shutil.copy(library, tmp_path / "libcuda.so.1")
-    code = "from hcache_backend.store.file_ops import kvikio_state; print(*kvikio_state())"
+    code = "from hcache_backend.store.kvikio_ops import kvikio_state; print(*kvikio_state())"
     said = run(tmp_path, "-c", code)
     assert said.startswith("nothing it fails: ") and "undefined symbol" in said
 
@@ -110,7 +110,7 @@ def test_store_and_doctor_say_what_kvikio_does(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     state = KvikioState(mode, "a reason")
-    for module in ("cli.doctor", "store.file_ops"):
+    for module in ("cli.doctor", "store.kvikio_ops"):
         monkeypatch.setattr(f"hcache_backend.{module}.kvikio_state", lambda: state)
     if mode == "nothing":
         assert type(best_file_ops(config(tmp_path, reader=reader))) is FileOps

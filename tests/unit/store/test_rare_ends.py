@@ -39,15 +39,9 @@ from store_testing import (
 )
 
 from hcache_backend.store import PageStore, file_ops, folder, maintenance, page_store
+from hcache_backend.store.direct_io import BUFFERED, PageIO, probe_alignment, reading_alignment
 from hcache_backend.store.disk import Disk
-from hcache_backend.store.file_ops import (
-    BUFFERED,
-    FileOps,
-    FolderLock,
-    PageIO,
-    probe_alignment,
-    reading_alignment,
-)
+from hcache_backend.store.file_ops import FileOps, FolderLock
 from hcache_backend.store.folder import Folder, descriptors_of_each
 from hcache_backend.store.maintenance import find_unknown_files, verify_folder
 

@@ -10,8 +10,8 @@ import kvikio.defaults
 import pytest
 from store_testing import Ops, content, get, key, memory, open_quiet, page_files, put
 
-from hcache_backend.store import file_ops as states
-from hcache_backend.store.file_ops import kvikio_state
+from hcache_backend.store import kvikio_ops as states
+from hcache_backend.store.kvikio_ops import kvikio_state
 
 
 def test_pages_are_read_by_kvikio_past_the_page_cache(
