@@ -179,10 +179,10 @@ STREAM_SECONDS = _counter(
     "hcache_restore_stream_seconds", "Time of the streams of restores, copy and compute", "state"
 )
 
-# l3_exists, l3_read and l3_write: a batch of pages in the page store. shared_exists and
-# shared_read: one in the shared L3. restore: a load to the device. capture_transfer: the way to the
-# host of the rows of one step. host_backup and host_load: the scheduler thread launches the copies
-# of K and V of a backup, or a restore.
+# l3_exists, l3_read and l3_write: a batch of pages in the page store. shared_exists, shared_read
+# and shared_write: one in the shared L3. restore: a load to the device. capture_transfer: the way
+# to the host of the rows of one step. host_backup and host_load: the scheduler thread launches the
+# copies of K and V of a backup, or a restore.
 STAGE_SECONDS = _histogram(
     "hcache_stage_seconds", "How long a stage takes", "stage", (1, 2.5, 5), range(-4, 2)
 )
@@ -248,7 +248,7 @@ PAIR_DISTANCES = _histogram("hcache_pair_distance", _DISTANCE, "codec", (1, 2, 5
 _SHARED = "1 for the shared L3 and its state (answers, silent)"
 SHARED = _gauge("hcache_l3_shared", _SHARED, "backend", "state")
 
-_WRITTEN = "(written|write_failed|dropped_full)"
+_WRITTEN = "(written|not_written)"
 SHARED_PAGES = Events(
     ("hcache_shared_lookup_pages", "(found|absent)", "Pages looked up in the shared L3", "result"),
     ("hcache_shared_read_pages", "(read|missed)", "Pages asked for in the shared L3", "result"),

@@ -24,23 +24,25 @@ from hcache_backend.format.units import Parts
 from hcache_backend.metrics import logger
 from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.store import PageStore
+from hcache_backend.store.page_store import WRITE_SECONDS
 from hcache_backend.store.stats import ProblemLog
 from hcache_backend.tiers.pool_pages import PoolPages
 from hcache_backend.tiers.shared_backend import (
     CLOSE_SECONDS,
     START_SECONDS,
     BoundedCalls,
-    CopyQueue,
     GivenUp,
+    RowPool,
     SharedBackend,
     bounded,
+    copy_page,
 )
 
 LOOK_UP_SECONDS = 0.4  # longest look-up in the shared tier
-WRITE_SECONDS = 5.0  # longest wait of a batch of pages for room
 REST_SECONDS = 10.0  # pause of a backend that failed, or did not answer in time
 _LOOK_UP_PAGES = 64
 _PART_BYTES = 16 << 20  # largest part of a read or of a write, unless one page is larger
+_THREADS = ("look-up", "read", "write", "keep")
 _NOT_USED = "hcache: option 'shared' is not used: "
 
 _Result = TypeVar("_Result")
@@ -69,8 +71,7 @@ class Tier(Protocol):
 
     - ``exists`` returns flags of the pages that are there. It may give up at a page that is not.
     - ``get`` reads pages; False is a miss, and the memory of that page has any bytes.
-    - ``put`` stores pages, now or later; their memory may change then. False: it will not be
-      stored.
+    - ``put`` stores pages; their memory may change then. False: it was not stored in time.
     - ``quarantine``: pages of this server may be wrong. Take no more, and delete those that only
       this machine has; returns their number. ``namespaces``: those of the present weights.
     - ``close`` stores queued pages, in limited time, and releases all resources.
@@ -156,25 +157,28 @@ class LocalTier(Tier):
 
 class SharedTier(Tier):
     """Pages of one host pool in a backend that other machines use, too. Calls never raise, and wait
-    for a bounded time. Writes are copied, and made later. This object closes ``backend``. The
-    constructor raises if that does not take its memory. ``page_bytes``: of the largest page;
-    ``pieces``: of memory in a page."""
+    for a bounded time: ``read_seconds`` for each part that is read or written. Then the backend is
+    left alone for a while, reads and writes apart. This object closes ``backend``. The constructor
+    raises if that does not take its memory. ``page_bytes``: of the largest page; ``pieces``: of
+    memory in a page."""
 
     def __init__(self, backend: SharedBackend, page_bytes: int, pieces: int) -> None:
         self._backend, self._name = backend, backend.option.backend
-        room = backend.option.buffer_bytes * 2 // 3  # the rest is for pages to be kept
-        use_memory = partial(backend.use_memory, room, page_bytes + PROOF_BYTES, pieces)
+        room = backend.option.buffer_bytes
+        size = 2 * min(_PART_BYTES, room // 3)
+        use_memory = partial(backend.use_memory, size, page_bytes + PROOF_BYTES, pieces)
         bounded("hcache-shared-register", use_memory, START_SECONDS)
+        # A late call may still use it: the first half is for reads, the second one for writes.
         self._memory: Bytes = backend.memory.numpy()
-        self._rows = rows = len(self._memory) // 2
-        self._part = max(1, min(rows, _PART_BYTES // self._memory.shape[1]))
-        names = ("hcache-shared-look-up", "hcache-shared-read")
-        self._looking, self._reading = map(BoundedCalls, names)
-        self._one_read, self._putting, self._noting = (threading.Lock() for _ in range(3))
-        self._writes = CopyQueue("hcache-shared-write", self._memory[rows:, :page_bytes])
-        # Copies of proven pages are in memory that the backend does not know.
-        self._keeps = CopyQueue("hcache-shared-keep", np.empty((rows, page_bytes), np.uint8))
-        self._quarantined, self._problems, self._rests_until = False, ProblemLog(), 0.0
+        self._part, length = len(self._memory) // 2, self._memory.shape[1]
+        self._threads = [BoundedCalls(f"hcache-shared-{name}") for name in _THREADS]
+        self._looking, self._reading, self._writing, self._keeping = self._threads
+        self._one_read, self._one_write, self._noting = (threading.Lock() for _ in range(3))
+        # Pages that may wait to be kept; those of an earlier generation are dropped.
+        self._room = threading.Semaphore(max(1, room // length - len(self._memory)))
+        self._generation = 0
+        self._quarantined, self._problems = False, ProblemLog()
+        self._rest_until = {"reads": 0.0, "writes": 0.0}
         self.failing: set[str] = set()  # "reads" or "writes", if the last one did
         metrics.SHARED.set(self._name, "answers")
 
@@ -221,38 +225,50 @@ class SharedTier(Tier):
         return found + [False] * (len(names) - len(found))
 
     def put(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]:
-        """Copy pages to be written later, as room comes, up to the first one without room."""
-        deadline, given, names = time.monotonic() + WRITE_SECONDS, 0, pages.names()
-        while given < len(names) and self._writes.wait_for_room(deadline):
-            with self._putting:
-                if self._quarantined:
+        """Write pages until the backend is late, or the time for a batch is over."""
+        deadline, names = time.monotonic() + WRITE_SECONDS, pages.names()
+        stored: list[bool] = []
+        with self._one_write, metrics.timed("shared_write"):
+            while len(stored) < len(names) and time.monotonic() < deadline:
+                part = slice(len(stored), len(stored) + self._part)
+                taken = None if self._quarantined else self._write(names[part], memory[part])
+                if taken is None:
                     break
-                part = slice(given, given + self._part)
-                given += self._writes.take(memory[part], partial(self._write, names[part]))
-        else:
-            metrics.SHARED_PAGES.count("dropped_full", len(names) - given)
-        return [True] * given + [False] * (len(names) - given)
+                stored += taken
+        metrics.SHARED_PAGES.count("written", sum(stored))
+        metrics.SHARED_PAGES.count("not_written", len(names) - sum(stored))
+        return stored + [False] * (len(names) - len(stored))
 
     def keep_in(self, pages: Pages, memory: Sequence[Parts], tier: Tier) -> None:
         """Copy the first pages and put them into ``tier`` later; pages without room are dropped."""
+        count, generation = 0, self._generation
+        while count < len(memory) and self._room.acquire(blocking=False):
+            count += 1
+        if not count:
+            metrics.SHARED_PAGES.count("not_kept", len(memory))
+            return
+        # The backend does not know this memory: it cannot write there later.
+        rows = RowPool(count, self._memory.shape[1], 1).kv_buffer.numpy()
+        copies = [copy_page(row, page) for row, page in zip(rows, memory, strict=False)]
 
-        def put(rows: list[int], copies: list[Parts]) -> None:
-            stored = sum(tier.put(pages.some(range(len(rows))), copies))
+        def keep() -> None:
+            stored = 0
+            with metrics.catching("storage_set", "pages of the shared L3 are not kept"):
+                if generation == self._generation:
+                    stored = sum(tier.put(pages.some(range(count)), copies))
+            self._room.release(count)
             metrics.SHARED_PAGES.count("kept", stored)
-            metrics.SHARED_PAGES.count("not_kept", len(rows) - stored)
+            metrics.SHARED_PAGES.count("not_kept", len(memory) - stored)
 
-        taken = self._keeps.take(memory, put)
-        metrics.SHARED_PAGES.count("not_kept", len(memory) - taken)
+        self._keeping.submit(keep)
 
     def forget_kept(self) -> None:
-        metrics.SHARED_PAGES.count("not_kept", self._keeps.forget())
+        """Drop the pages that wait to be kept."""
+        self._generation += 1
 
     def quarantine(self, namespaces: Sequence[bytes]) -> int:
-        """Drop the waiting pages, and log the names to delete."""
-        with self._putting:
-            self._quarantined = True
-            self._writes.forget()
-        self.forget_kept()
+        """Write no more pages, and log the names to delete."""
+        self._quarantined = True
         names = " or ".join(sorted({f"hcache-{namespace.hex()}-" for namespace in namespaces}))
         logger.error(
             f"hcache: pages that this server wrote are still in the shared L3 ({self._name}), and "
@@ -262,30 +278,31 @@ class SharedTier(Tier):
         return 0
 
     def close(self) -> None:
-        """Close the backend once waiting pages are written; a slow call is given up."""
+        """Close the backend once waiting pages are kept; a slow call is given up."""
         deadline = time.monotonic() + CLOSE_SECONDS
-        threads = (self._looking, self._reading, self._writes, self._keeps)
-        ended = [thread.end(deadline) for thread in threads]
+        ended = [thread.end(deadline) for thread in self._threads]
         if all(ended):
             self._backend.close()
-        self._writes.forget()
         self.forget_kept()
         for state in ("answers", "silent"):
             metrics.SHARED.set(self._name, state, value=0)
 
-    def _write(self, names: list[PageName], rows: list[int], copies: list[Parts]) -> None:
-        """Write copies that are in ``rows`` of the second half of the memory."""
-        rows = [self._rows + row for row in rows]
-        for row, name, copy in zip(rows, names, copies, strict=False):
+    def _write(self, names: Sequence[PageName], memory: Sequence[Parts]) -> list[bool] | None:
+        """Write copies of pages, because a late call reads its memory. None as :meth:`_ask`."""
+        if self._is_left_alone("writes"):  # its call may still read the copies of earlier pages
+            return None
+        rows = range(self._part, self._part + len(names))
+        for row, name, page in zip(rows, names, memory, strict=True):
+            copy = copy_page(self._memory[row], page)
             self._memory[row, -PROOF_BYTES:] = np.frombuffer(proof(name, copy), np.uint8)
-        stored, problem = [False] * len(rows), "takes no pages"
-        try:
-            stored = self._backend.set([name.value for name in names[: len(rows)]], rows)
-        except Exception as error:
-            problem += f": {type(error).__name__}: {error}"
-        metrics.SHARED_PAGES.count("written", sum(stored))
-        metrics.SHARED_PAGES.count("write_failed", len(stored) - sum(stored))
-        self._note("writes", None if any(stored) else problem)
+
+        def write() -> list[bool]:
+            stored = self._backend.set([name.value for name in names], rows)
+            if not any(stored):
+                raise RuntimeError("it takes no pages")
+            return stored
+
+        return self._ask(self._writing, write, self._backend.option.read_seconds)
 
     def _take(self, row: int, name: PageName, page: Parts) -> bool:
         """Copy a value to the memory of its page. Returns True if its proof is right there."""
@@ -301,21 +318,27 @@ class SharedTier(Tier):
         self._problems.report("damaged", problem)
         return False
 
+    def _is_left_alone(self, what: str) -> bool:
+        """Whether ``what``, "reads" or "writes", failed or was late a moment ago, or still runs."""
+        calls = (self._writing,) if what == "writes" else (self._looking, self._reading)
+        return time.monotonic() < self._rest_until[what] or any(some.hangs for some in calls)
+
     def _ask(
         self, calls: BoundedCalls, work: Callable[[], _Result], seconds: float
     ) -> _Result | None:
         """The result of ``work()``; None if the backend failed or was too slow, now or recently."""
-        if time.monotonic() < self._rests_until or self._looking.hangs or self._reading.hangs:
+        what = "writes" if calls is self._writing else "reads"
+        if self._is_left_alone(what):
             return None
         found = problem = None
         try:
             found = calls.call(work, seconds)
         except Exception as error:
             failed = "" if isinstance(error, GivenUp) else f"failed: {type(error).__name__}: "
-            problem = f"{failed}{error}; not used for {REST_SECONDS:.0f} s"
-            self._rests_until = time.monotonic() + REST_SECONDS
+            problem = f"{failed}{error}; no {what} for {REST_SECONDS:.0f} s"
+            self._rest_until[what] = time.monotonic() + REST_SECONDS
             metrics.PROBLEMS.count("shared_silent")
-        self._note("reads", problem)
+        self._note(what, problem)
         return found
 
     def _note(self, work: str, problem: str | None) -> None:

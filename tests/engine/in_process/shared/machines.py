@@ -48,15 +48,6 @@ class Machine:
         """How many of the first so many pages a look-up finds."""
         return self.storage.batch_exists(KEYS[:count])
 
-    def share(self, *pages: int) -> torch.Tensor:
-        """As :meth:`write`; returns when the shared folder has the pages, too."""
-        given = self.write(*pages)
-        until(
-            lambda: all(any(KEYS[page] in one.name for one in values()) for page in pages),
-            f"{pages} to be shared",
-        )
-        return given
-
     def read(self, *pages: int) -> list[bool]:
         return self.storage.batch_get_v1([KEYS[page] for page in pages], slots(pages))
 
@@ -106,10 +97,6 @@ def values() -> list[Path]:
 def value_of(page: int) -> Path:
     [path] = [path for path in values() if KEYS[page] in path.name]
     return path
-
-
-def wait_for_values(count: int) -> None:
-    until(lambda: len(values()) == count, f"{count} shared values")
 
 
 def counted(event: str) -> float:

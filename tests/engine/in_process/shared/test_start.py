@@ -12,12 +12,13 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from hcache_backend import metrics
 from hcache_backend.config import ConfigError
 from hcache_backend.start import attach
-from hcache_backend.tiers import shared_backend
-from hcache_backend.tiers.shared_backend import BoundedCalls, CopyQueue, GivenUp
+from hcache_backend.tiers import shared_backend, tier
+from hcache_backend.tiers.shared_backend import BoundedCalls, GivenUp
 from tests.engine.in_process.shared.machines import (
     SECONDS,
     Machine,
     MakeMachine,
+    counted,
     held,
     until,
     values,
@@ -124,21 +125,13 @@ def test_a_close_that_hangs_is_not_waited_for(first: Machine, monkeypatch: Monke
     go_on.set()
 
 
-def test_what_waits_is_written_before_the_close(first: Machine, monkeypatch: MonkeyPatch) -> None:
-    _, go_on = held(monkeypatch, HiCacheFile, "set")
-    first.write(0, 1)
-    threading.Timer(0.2, go_on.set).start()
-    first.storage.close()
-    assert len(values()) == 2
-
-
 def test_reads_go_on_beside_a_hang(
-    first: Machine, second: Machine, monkeypatch: MonkeyPatch
+    first: Machine, machine: MakeMachine, monkeypatch: MonkeyPatch
 ) -> None:
-    given = first.share(0)
+    given, second = first.write(0), machine("second", shared={"read_seconds": 0.2})
     begun, go_on = held(monkeypatch, HiCacheFile, "set")
     second.write(1)
-    assert begun.wait(SECONDS)
+    assert begun.is_set()
     assert second.hit(1) == 1
     assert second.read(0) == [True]
     assert torch.equal(second.pool.data[:, :1], given)
@@ -153,20 +146,21 @@ def test_a_backend_that_takes_no_page_counts_as_silent_until_it_takes_one(
     first: Machine, monkeypatch: MonkeyPatch
 ) -> None:
     """Mooncake's calls say no more than that when its master is gone."""
+    monkeypatch.setattr(tier, "REST_SECONDS", 0.0)
     with monkeypatch.context() as gone:
         gone.setattr(HiCacheFile, "set", lambda *args: False)
         first.write(0)
-        until(is_silent, "the backend to be called silent")
+        assert is_silent()
         assert first.storage.batch_exists(KEYS[1:2]) == 0  # an answer, which says nothing of writes
         assert is_silent()
     first.write(1)
-    until(lambda: not is_silent(), "it to answer again")
+    assert not is_silent()
 
 
 def test_pages_that_wait_to_be_kept_do_not_come_back_after_a_clear(
     first: Machine, second: Machine, monkeypatch: MonkeyPatch
 ) -> None:
-    first.share(0, 1)
+    first.write(0, 1)
     begun, go_on = held(monkeypatch, second.storage._tier.local, "put")
     assert second.read(0) == [True]
     assert begun.wait(SECONDS)
@@ -175,6 +169,27 @@ def test_pages_that_wait_to_be_kept_do_not_come_back_after_a_clear(
     go_on.set()
     second.storage.close()
     assert second.stored() == 1, "the one whose writing had begun"
+
+
+def test_pages_wait_to_be_kept_in_bounded_memory(
+    first: Machine, machine: MakeMachine, monkeypatch: MonkeyPatch
+) -> None:
+    given = first.write(*range(5))
+    second = machine("second", shared={"buffer_bytes": 5 * 8192})  # two for reads and writes
+    begun, go_on = held(monkeypatch, second.storage._tier.local, "put")
+    kept, not_kept = counted("kept"), counted("not_kept")
+    assert [second.read(page) for page in range(5)] == [[True]] * 5
+    assert begun.wait(SECONDS)
+    second.pool.data.zero_()
+    go_on.set()
+    until(lambda: counted("kept") == kept + 3, "three pages to be kept")
+    assert counted("not_kept") == not_kept + 2
+    assert second.read(3) == [True]
+    until(lambda: second.stored() == 4, "a page to be kept")
+    for path in values():
+        path.unlink()
+    assert second.read(0, 1, 2) == [True] * 3
+    assert torch.equal(second.pool.data[:, :3], given[:, :3])
 
 
 # ---- threads ----
@@ -196,12 +211,3 @@ def test_a_call_that_itself_times_out_has_failed_and_was_not_given_up() -> None:
     assert calls.hangs
     done.set()
     until(lambda: not calls.hangs, "the call to end")
-
-
-def test_a_page_that_cannot_be_copied_takes_no_room() -> None:
-    rows = torch.zeros((2, 8), dtype=torch.uint8).numpy()
-    queue = CopyQueue("test", rows)
-    for _ in range(3):
-        with pytest.raises(ValueError):
-            queue.take([[memoryview(bytes(9))]], lambda *args: None)
-    assert queue.take([[memoryview(bytes(8))]] * 2, lambda *args: None) == 2

@@ -34,7 +34,6 @@ from tests.engine.in_process.shared.machines import (
     until,
     value_of,
     values,
-    wait_for_values,
 )
 from tests.engine.in_process.storage_config import (
     KEYS,
@@ -47,7 +46,7 @@ from tests.engine.in_process.storage_config import (
 
 
 def test_another_machine_finds_and_keeps_what_one_wrote(first: Machine, second: Machine) -> None:
-    given = first.share(0, 1, 2)
+    given = first.write(0, 1, 2)
     assert second.hit(5) == 3
     assert second.read(0, 1, 2, 3) == [True, True, True, False]
     assert torch.equal(second.pool.data[:, :3], given)
@@ -61,7 +60,7 @@ def test_another_machine_finds_and_keeps_what_one_wrote(first: Machine, second: 
 
 def test_pages_that_both_stores_have_are_one_sequence(first: Machine, second: Machine) -> None:
     """The front of a conversation is here, then what another machine added, then both."""
-    given = first.share(0, 1, 2, 3)
+    given = first.write(0, 1, 2, 3)
     second.read(0, 1, 3)
     until(lambda: second.stored() == 3, "pages to be kept")
     assert second.hit(6) == 4
@@ -81,7 +80,7 @@ DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
 
 @pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_value_is_a_miss_and_not_kept(how: str, first: Machine, second: Machine) -> None:
-    given = first.share(0, 1, 2)
+    given = first.write(0, 1, 2)
     path, other = value_of(1), value_of(2)
     path.write_bytes(DAMAGE[how](path.read_bytes(), other.read_bytes()))
     assert second.read(0, 1, 2) == [True, False, True]
@@ -91,7 +90,7 @@ def test_a_damaged_value_is_a_miss_and_not_kept(how: str, first: Machine, second
 
 
 def test_a_page_that_this_machines_disk_damaged_comes_from_the_shared_tier(first: Machine) -> None:
-    given = first.share(0)
+    given = first.write(0)
     [page] = first.folder.glob("pages/??/*.page")
     data = bytearray(page.read_bytes())
     data[4096 + 3] ^= 1
@@ -103,7 +102,7 @@ def test_a_page_that_this_machines_disk_damaged_comes_from_the_shared_tier(first
 def test_what_is_kept_after_a_weight_update_is_not_taken_for_pages_of_the_new_weights(
     first: Machine, second: Machine, runtime: Runtime, monkeypatch: MonkeyPatch
 ) -> None:
-    first.share(0)
+    first.write(0)
     begun, go_on = held(monkeypatch, second.storage._tier.local, "put")
     assert second.read(0) == [True]
     assert begun.wait(SECONDS)
@@ -120,7 +119,7 @@ def test_while_l3_is_suspended_nothing_is_shared(first: Machine, runtime: Runtim
     runtime.begin_weight_update()
     first.write(0)
     runtime.caches_were_flushed()
-    first.share(1)
+    first.write(1)
     assert KEYS[1] in values()[0].name
 
 
@@ -138,7 +137,7 @@ def test_what_this_machines_disk_lost_is_not_counted_as_brought_by_the_shared_ti
     first: Machine, second: Machine, runtime: Runtime
 ) -> None:
     """A page that no store has ends the hit: what comes after it is worth nothing."""
-    first.share(0, 1, 2)
+    first.write(0, 1, 2)
     value_of(0).unlink()
     gate = taken(runtime, 3, far=2)
     assert second.read(0, 1, 2) == [False, True, True]
@@ -147,7 +146,7 @@ def test_what_this_machines_disk_lost_is_not_counted_as_brought_by_the_shared_ti
 
 
 def test_reads_tell_how_fast_a_store_is(first: Machine, second: Machine, runtime: Runtime) -> None:
-    first.share(0, 1)
+    first.write(0, 1)
     second.hit(2)
     gate = taken(runtime, 2, far=second.storage.take_found_shared())
     assert second.read(0, 1) == [True, True]
@@ -164,8 +163,8 @@ def test_a_decode_server_promises_no_hit_and_writes(
     first = machine("first")
     setattr(runtime.runner.server_args, switch, "decode")
     second = machine("second")
-    first.share(0)
-    second.share(1)
+    first.write(0)
+    second.write(1)
     assert second.hit(2) == second.storage.batch_exists(KEYS[1:2]) == 0
     assert caplog.text.count("a decode server only writes L3") == 1
 
@@ -181,7 +180,7 @@ def test_each_rank_has_its_share_there(runtime: Runtime, machine: MakeMachine) -
             if name == "first":
                 server.compute([0, 1], namespace)
                 storage.batch_set_v1(KEYS[:2], indices([0, 1]))
-                wait_for_values(2 * (rank + 1))
+                assert len(values()) == 2 * (rank + 1)
             else:
                 assert storage.batch_exists(KEYS[:2]) == 2
                 assert storage.batch_get_v1(KEYS[:2], indices([0, 1])) == [True, True]
@@ -200,7 +199,7 @@ def test_another_machine_finds_what_nixl_has_and_nothing_that_is_damaged(
     monkeypatch.setenv("SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR", str(shared))
     before = counted("written")
     given = machine("first", shared=NIXL).write(0, 1, 2)
-    until(lambda: counted("written") == before + 3, "pages to be shared")
+    assert counted("written") == before + 3
     second = machine("second", shared=NIXL)
     assert second.hit(5) == 3
     for path in shared.rglob("*"):
@@ -230,7 +229,7 @@ def test_another_machine_finds_what_nixl_has_and_nothing_that_is_damaged(
 def test_equal_pages_are_shared_and_no_other_one_is_read(
     differs: str, value: Any, pages: int, machine: MakeMachine, monkeypatch: MonkeyPatch
 ) -> None:
-    given, other = machine("first").share(0, 1, 2), unconfigured_runtime()
+    given, other = machine("first").write(0, 1, 2), unconfigured_runtime()
     monkeypatch.setattr(runtime_module, "_runtime", other)
     owner, _, name = f"other.{differs}".rpartition(".")
     found = attrgetter(owner)(SimpleNamespace(other=other))
@@ -245,7 +244,7 @@ def test_equal_pages_are_shared_and_no_other_one_is_read(
 def test_other_formats_are_not_read(
     first: Machine, machine: MakeMachine, monkeypatch: MonkeyPatch
 ) -> None:
-    first.share(0)
+    first.write(0)
     monkeypatch.setattr(runtime_module, "FORMAT_VERSION", runtime_module.FORMAT_VERSION + 1)
     monkeypatch.setattr(runtime_module, "_runtime", unconfigured_runtime())
     second = machine("second")
@@ -311,7 +310,7 @@ def test_a_read_that_hangs_is_a_miss_and_the_backend_is_left_alone(
     """Without a bound the read would never return."""
     monkeypatch.setattr(shared_tier, "REST_SECONDS", 0.0)
     second = machine("second", shared={"read_seconds": 0.2})
-    given = first.share(0, 1)
+    given = first.write(0, 1)
     with hanging(value_of(0)):
         assert second.read(0) == [False]
         before = counted("not_asked")
@@ -328,7 +327,7 @@ def test_late_reads_go_nowhere(
     """The memory of the page has been given to another one by then."""
     monkeypatch.setattr(shared_tier, "REST_SECONDS", 0.0)
     second = machine("second", shared={"read_seconds": 0.2})
-    first.share(0)
+    first.write(0)
     _, late = held(monkeypatch, HiCacheFile, "get")
     assert second.read(0) == [False]
     mine = second.pool.data.clone()
@@ -342,7 +341,7 @@ def test_a_backend_that_hangs_is_closed_all_the_same(
 ) -> None:
     monkeypatch.setattr(shared_tier, "CLOSE_SECONDS", 0.2)
     second = machine("second", shared={"read_seconds": 0.2})
-    first.share(0)
+    first.write(0)
     with hanging(value_of(0)):
         assert second.read(0) == [False]
         tier = second.storage._tier._shared
@@ -354,7 +353,7 @@ def test_after_a_failure_the_backend_is_left_alone_for_a_while(
     first: Machine, second: Machine, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_tier, "REST_SECONDS", 1e6)
-    first.share(0)
+    first.write(0)
 
     def fail(*args: Any) -> Any:
         raise OSError("stale file handle")
@@ -363,7 +362,7 @@ def test_after_a_failure_the_backend_is_left_alone_for_a_while(
         failing.setattr(HiCacheFile, "batch_exists", fail)
         assert second.hit(1) == 0
     assert second.hit(1) == 0
-    second.storage._tier._shared._rests_until = 0.0
+    second.storage._tier._shared._rest_until["reads"] = 0.0
     assert second.hit(1) == 1
 
 
@@ -373,7 +372,7 @@ def test_a_look_up_of_which_a_part_comes_late_or_fails(
 ) -> None:
     """What was found in time is read; nothing is promised after a failure."""
     monkeypatch.setattr(shared_tier, "_LOOK_UP_PAGES", 1)
-    first.share(0, 1)
+    first.write(0, 1)
     asked, exists = list[str](), HiCacheFile.batch_exists
     now, clock = [0.0], time.monotonic
 
@@ -398,39 +397,53 @@ def test_a_read_is_divided_into_parts_that_have_their_own_time(
     """A row takes 8192 bytes here. What came before the part that hangs counts."""
     monkeypatch.setattr(shared_tier, "_PART_BYTES", 2 * 8192)
     second = machine("second", shared={"read_seconds": 3.0})
-    given = first.share(*range(6))
+    given = first.write(*range(6))
     with hanging(value_of(4)):
         assert second.read(*range(6)) == [True] * 4 + [False] * 2
     assert torch.equal(second.pool.data[:, :4], given[:, :4])
 
 
-def test_writes_wait_in_bounded_memory_and_what_is_too_much_is_dropped(
+def test_a_write_that_hangs_keeps_what_the_pages_were_and_the_others_are_not_written(
     machine: MakeMachine, second: Machine, monkeypatch: MonkeyPatch
 ) -> None:
+    """The memory of the pages has been given to other ones when it goes on."""
+    monkeypatch.setattr(shared_tier, "REST_SECONDS", 0.0)
     _, go_on = held(monkeypatch, HiCacheFile, "set")
-    monkeypatch.setattr(shared_tier, "WRITE_SECONDS", 0.1)
-    first = machine("first", shared={"buffer_bytes": 3 * 3 * 8192})  # three pages each
-    before = counted("dropped_full")
-    given = first.write(*range(8))
-    assert counted("dropped_full") == before + 5
-    first.pool.data.zero_()
+    first = machine("first", shared={"read_seconds": 0.2, "buffer_bytes": 3 * 2 * 8192})
+    before = counted("not_written")
+    first.put(5)  # parts have two pages
+    given = first.pool.data[:, :2].clone()
+    first.write(5)
+    assert counted("not_written") == before + 6
+    assert first.stored() == 6
     go_on.set()
-    wait_for_values(3)
-    assert second.read(0, 1, 2) == [True] * 3, "what the pages were when they were written"
-    assert torch.equal(second.pool.data[:, :3], given[:, :3])
+    until(lambda: len(values()) == 2, "the late write to end")
+    assert second.read(*range(6)) == [True] * 2 + [False] * 4
+    assert torch.equal(second.pool.data[:, :2], given)
+    until(lambda: not first.storage._tier._shared._is_left_alone("writes"), "writes to go on")
+    first.write(6)
+    assert len(values()) == 3
 
 
-def test_a_batch_larger_than_the_room_is_written_whole(
-    machine: MakeMachine, second: Machine
+@pytest.mark.parametrize(("seconds", "written"), [(0.0, 8), (14.0, 4)], ids=["fast", "slow"])
+def test_a_batch_larger_than_the_room_is_written_as_far_as_there_is_time(
+    seconds: float, written: int, machine: MakeMachine, second: Machine, monkeypatch: MonkeyPatch
 ) -> None:
-    """As long as the backend takes them."""
-    first = machine("first", shared={"buffer_bytes": 3 * 2 * 8192})  # two pages each
-    before = counted("dropped_full")
-    first.storage.batch_set_v1(KEYS, first.pool.fill(range(8)))
-    wait_for_values(8)
-    assert counted("dropped_full") == before
-    assert second.read(*range(8)) == [True] * 8
-    assert torch.equal(second.pool.data[:, :8], first.pool.data[:, :8])
+    """There are 30 s, as for a batch of the page store, and the one that began is ended."""
+    now, clock, store = [0.0], time.monotonic, HiCacheFile.set
+
+    def slow(*args: Any) -> bool:
+        now[0] += seconds
+        return store(*args)
+
+    monkeypatch.setattr(HiCacheFile, "set", slow)
+    monkeypatch.setattr(shared_tier.time, "monotonic", lambda: clock() + now[0])
+    first = machine("first", shared={"buffer_bytes": 3 * 2 * 8192})  # parts of two pages
+    before = counted("written")
+    first.put(8)
+    assert counted("written") - before == len(values()) == written
+    assert second.read(*range(8)) == [True] * written + [False] * (8 - written)
+    assert torch.equal(second.pool.data[:, :written], first.pool.data[:, :written])
 
 
 # ---- lost trust ----
@@ -458,7 +471,7 @@ def test_what_is_distrusted_while_it_is_stored_is_not_shared(
 def test_in_quarantine_no_tier_takes_pages_and_the_shared_ones_stay(
     first: Machine, second: Machine, runtime: Runtime
 ) -> None:
-    first.share(0)
+    first.write(0)
     tier = first.storage._tier
     [pages] = first.storage._pages(PoolName.KV, KEYS[1:2])
     indices_of_page = first.pool.fill(range(1, 2))
