@@ -21,7 +21,6 @@ import contextlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +61,6 @@ class Reservation:
     last_slice: tuple[int, RunningRestore] | None = None
     failed: bool = False  # a launch failed on this rank: its pages have any content
     released: int | None = None  # the first page that is not held any more
-    _front: int = 0  # all pages before this one were held and launched when it came there
 
     def waiting(self) -> list[Reserved]:
         return [page for page in self.pages if page.held and page.restore is None]
@@ -70,38 +68,8 @@ class Reservation:
     def launched(self) -> list[Reserved]:
         return [page for page in self.pages if page.held and page.restore is not None]
 
-    @property
-    def reachable(self) -> int:
-        """Number of the prefetch's first pages that can be recomputed, or were; 0 if the first ones
-        are not reserved here, or not held any more."""
-        held = len(self.pages) if self.released is None else self.released
-        return held if not self.first and held >= self._front else 0
-
-    def to_recompute(self, most: int) -> range:
-        """At most ``most`` pages that were not launched, behind held pages that were."""
-        end = self.reachable
-        while self._front < end and self.pages[self._front].restore is not None:
-            self._front += 1
-        start = stop = self._front
-        while stop < min(end, start + most) and self.pages[stop].restore is None:
-            stop += 1
-        return range(start, stop)
-
-
-class Recomputation(NamedTuple):
-    """Consecutive pages of a prefetch that have not arrived and can be recomputed now."""
-
-    operation: Any  # SGLang's, of the prefetch
-    reservation: Reservation
-    pages: range  # their numbers in the reservation
-
-    @property
-    def host_pages(self) -> Ids:
-        pages = self.reservation.pages[self.pages.start : self.pages.stop]
-        return np.array([page.host_page for page in pages], np.int64)
-
-    def first(self, pages: int) -> Recomputation:
-        return self._replace(pages=self.pages[:pages])
+    def of(self, numbers: range) -> list[Reserved]:
+        return self.pages[numbers.start : numbers.stop]
 
 
 def launch_pages(device: torch.device | str, page_bytes: int) -> Callable[[int], int]:
@@ -166,9 +134,16 @@ class EagerRestores:
         self._reserved.update(zip(ids, reservation.pages, strict=True))
         return len(ids)
 
-    def reachable(self, prefetch: Hashable) -> int:
-        """Number of its first pages that can be recomputed one after the other, or were."""
-        return self._running[prefetch].reachable
+    def reachable(self, prefetch: Hashable, front: int) -> int:
+        """Number of its first pages that can be recomputed one after the other, or were, as the
+        first ``front`` ones; 0 if not all of these are held."""
+        reservation = self._running[prefetch]
+        held = len(reservation.pages) if reservation.released is None else reservation.released
+        return held if not reservation.first and held >= front else 0
+
+    def launch_failed(self, prefetch: Hashable) -> bool:
+        """True if a launch of its pages failed on this rank."""
+        return self._running[prefetch].failed
 
     def restore_arrived(
         self, prefetch: Hashable, pages: int, start: int = 0, *, last: bool = False
@@ -178,14 +153,14 @@ class EagerRestores:
         reservation = self._running[prefetch]
         self._reading = [one for one in self._reading if not one[1].copied.query()]
         there = range(start - reservation.first, pages - reservation.first)
-        arrived = reservation.pages[max(0, there.start) : max(0, there.stop)]
+        arrived = reservation.of(range(max(0, there.start), max(0, there.stop)))
         due = [page.number for page in arrived if page.held and page.restore is None]
         size = len(reservation.pages)
         whole = there.start <= 0 and size <= there.stop
         if not (last or whole) and len(due) < self._at_once(size):
             return 0
         for run in runs(due):
-            some = reservation.pages[run.start : run.stop]
+            some = reservation.of(run)
             ids = np.array([page.host_page for page in some], dtype=np.int64)
             restore = self._launch(ids, self._slots(reservation, run))
             reservation.failed |= restore.failed is not None
@@ -194,28 +169,27 @@ class EagerRestores:
             self._reading.append((ids.tolist(), restore))
         return len(due)
 
-    def to_recompute(self, prefetch: Hashable, most: int) -> Recomputation | None:
-        """Up to ``most`` pages of a running prefetch that can be recomputed; None if there are
-        none."""
+    def host_pages(self, prefetch: Hashable, pages: range) -> Ids:
+        """Host pages of reachable ``pages`` of a running prefetch, by their numbers."""
+        return np.array([page.host_page for page in self._running[prefetch].of(pages)], np.int64)
+
+    def slots(self, prefetch: Hashable, pages: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots of the tokens of these pages, and of all tokens before them in the prefetch."""
+        reservation, before = self._running[prefetch], range(pages.start)
+        return self._slots(reservation, pages), self._slots(reservation, before)
+
+    def recomputed(self, prefetch: Hashable, pages: range, restore: RunningRestore) -> None:
+        """``restore`` was launched for reachable ``pages``, behind earlier ones on the same stream.
+        It reads K and V of all tokens before; the pages are in host memory behind its event
+        ``copied``."""
         reservation = self._running[prefetch]
-        pages = reservation.to_recompute(most)
-        return Recomputation(prefetch, reservation, pages) if pages else None
-
-    def slots(self, due: Recomputation) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots of the tokens of ``due``, and of all tokens before them in the prefetch."""
-        before = range(due.pages.start)
-        return self._slots(due.reservation, due.pages), self._slots(due.reservation, before)
-
-    def recomputed(self, done: Recomputation, restore: RunningRestore) -> None:
-        """``restore`` was launched for ``done``, behind earlier ones on the same stream. It reads K
-        and V of all tokens before; the pages are in host memory behind its event ``copied``."""
-        before = done.reservation.last_slice
+        before = reservation.last_slice
         # A failed slice may have written more pages than are tried again.
-        stop = max(done.pages.stop, before[0] if before is not None else 0)
-        done.reservation.last_slice = stop, restore
-        self._reading.append((done.host_pages.tolist(), restore))
+        stop = max(pages.stop, before[0] if before is not None else 0)
+        reservation.last_slice = stop, restore
+        self._reading.append((self.host_pages(prefetch, pages).tolist(), restore))
         if restore.failed is None:
-            for page in done.reservation.pages[done.pages.start : done.pages.stop]:
+            for page in reservation.of(pages):
                 page.restore = restore
 
     def end(self, prefetch: Hashable) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from hcache_backend.host.ports import Controller, DevicePages, HostPool
 from hcache_backend.metrics import logger
 from hcache_backend.plan.restore import side_by_side
 from hcache_backend.prefetch import eager
-from hcache_backend.prefetch.eager import EagerRestores, Recomputation
+from hcache_backend.prefetch.eager import EagerRestores
 from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.prefetch import Meeting, Prefetches
 from hcache_backend.prefetch.slices import Governor, SliceBudget
@@ -30,14 +30,6 @@ from hcache_backend.restore.recompute import TokenSpan
 from hcache_backend.restore.report import RunningRestore
 
 _FIRST = 8  # prefetches that get device pages: L3 is read for one after the other
-
-
-class Offer(NamedTuple):
-    """Pages that a slice may recompute. ``proposal``: how many of them, 0 if no slice may start."""
-
-    due: Recomputation
-    meeting: Meeting  # its reader leaves them alone
-    proposal: Proposal
 
 
 @dataclass(eq=False)
@@ -62,7 +54,9 @@ class EagerLoads:
         self._stream = streams.new_stream(pages.device, "eager")
         self._saving = streams.new_stream(pages.device, "saves")
         self._recomputed = False  # since the last take_recomputed
-        self._offers: list[Offer] = []
+        # By SGLang's operation, in this turn: its reader leaves alone what is offered to a slice.
+        self._offers: dict[Any, Meeting] = {}
+        self._proposal: Proposal | None = None  # for each, how many pages
         at_once = eager.launch_pages(pages.device, pool.page_layout.page_bytes)
         self.restores = EagerRestores(pool.page_size, pages, self._launch, self._limit, at_once)
         pages.eager = self.restores
@@ -78,7 +72,8 @@ class EagerLoads:
         for operation in restores.running():
             if operation not in reading:
                 restores.end(operation)
-        for operation in list(islice(reading, _FIRST)):
+        first = list(islice(reading, _FIRST))
+        for operation in first:
             prefetch = self._prefetches.of(operation)
             prefetch.anchor = prefetch.info and prefetch.info.anchor_node_id
             if operation not in restores.running():
@@ -89,7 +84,7 @@ class EagerLoads:
                 there = meeting.here
                 met = there.start <= meeting.front
                 may = self._pages.holds(prefetch.anchor) and self.recomputes_pages
-                meeting.reachable = restores.reachable(operation) if may else 0
+                meeting.reachable = restores.reachable(operation, meeting.front) if may else 0
             arrived = restores.restore_arrived(operation, there.stop, there.start, last=met)
             if arrived:
                 metrics.TOKENS.count("eager", arrived * size)
@@ -97,7 +92,7 @@ class EagerLoads:
         self._pool.mark_arrived()
         # Slices that ended long ago are in front of no batch any more.
         self._recomputed = self._recomputed and self._budget.unfinished() > 0
-        self._offer(turn)
+        self._offer(turn, first)
 
     def take_recomputed(self) -> bool:
         """True if a slice was launched since the last call, in front of the next forward pass."""
@@ -150,64 +145,63 @@ class EagerLoads:
         reading = self._l3.seconds_to_read(tokens, longest=longest)
         return side_by_side(reading, self.seconds_to_recompute(tokens, prefix), share), reading
 
-    def _offer(self, turn: Turn) -> None:
-        """Offer the pages that a slice may recompute now, as many as one turn has time for."""
+    def _offer(self, turn: Turn, operations: Sequence[Any]) -> None:
+        """Offer the pages of prefetches that a slice may recompute now, as many as one turn has
+        time for."""
         size, budget, pace = self._pool.page_size, self._budget, self.governor.pace
-        while self._offers:  # an error came between
-            self._taken(self._offers.pop(), 0)
-        for operation in self.restores.running():
+        for offered in self._offers.values():  # an error came between
+            offered.take_offered(0)
+        self._offers, self._proposal, rooms = {}, None, list[int]()
+        for operation in operations:
             meeting = self._prefetches.of(operation).meeting
-            if meeting is None:
+            if meeting is None or not meeting.due or not self._follows(operation):
                 continue
-            due = self.restores.to_recompute(operation, max(1, budget.tokens // size))
-            if due is None or (prefix := self._tokens_before(due)) is None:
-                continue
+            prefix = operation.storage_start + meeting.front * size
             together, alone = self.until_met(meeting, prefix)
             # Slower pages are read sooner, some or all.
             until = alone, together, self.seconds_to_recompute(size, prefix)
-            room = meeting.offer(budget.pages(len(due.pages), size, prefix, pace.share, *until))
-            proposal = turn.propose(0 if due.reservation.failed else room)
-            self._offers.append(Offer(due, meeting, proposal))
-        if self._offers and not pace.share:
+            most = min(len(meeting.due), max(1, budget.tokens // size))
+            room = meeting.offer(budget.pages(most, size, prefix, pace.share, *until))
+            self._offers[operation] = meeting
+            rooms.append(0 if self.restores.launch_failed(operation) else room)
+        self._proposal = turn.propose(*rooms)
+        if rooms and not pace.share:
             metrics.SLICES.count(pace.decision)
 
     def apply_slices(self) -> None:
         """The ranks have agreed: recompute pages of the first offer that all allow."""
+        if self._proposal is None:
+            return
         decision, launched = self.governor.pace.decision, False
-        while self._offers:
-            offer = self._offers.pop(0)
-            [pages] = offer.proposal.least
+        for (operation, meeting), pages in zip(
+            self._offers.items(), self._proposal.least, strict=True
+        ):
             # The turn may have ended the prefetch, on all ranks.
-            ended = offer.due.operation.is_terminated()
-            pages = self._taken(offer, 0 if launched or ended else pages)
-            if pages:
-                launched = self._recompute_slice(offer.due.first(pages), offer.meeting)
+            ended = operation.is_terminated()
+            taken = meeting.take_offered(0 if launched or ended else pages)
+            if taken:
+                launched = self._recompute_slice(operation, meeting, taken)
+        self._offers = {}
         if launched:
             metrics.SLICES.count(decision)
 
-    def _taken(self, offer: Offer, pages: int) -> int:
-        """Let the reader go on behind ``pages`` of the front; returns how many the offer gets."""
-        taken = offer.meeting.take_offered(pages)
-        return len(taken) if taken.start == offer.due.pages.start else 0
+    def _follows(self, operation: Any) -> bool:
+        """True if pages of a prefetch can be recomputed behind what is on the device."""
+        others = self._before_prefetch(operation)
+        if others is None or operation.is_terminated() or not self.recomputes_pages:
+            return False
+        return len(others) == operation.storage_start  # otherwise its pages follow other tokens
 
-    def _tokens_before(self, due: Recomputation) -> int | None:
-        """Number of tokens of the sequence before ``due``; None if it cannot be recomputed."""
-        others = self._before_prefetch(due.operation)
-        if others is None or due.operation.is_terminated() or not self.recomputes_pages:
-            return None
-        follows = len(others) == due.operation.storage_start  # or its pages follow other tokens
-        return len(others) + due.pages.start * self._pool.page_size if follows else None
-
-    def _recompute_slice(self, due: Recomputation, meeting: Meeting) -> bool:
-        """Recompute all of ``due``, as in an :class:`Offer`. Returns True if that was launched."""
-        others = self._before_prefetch(due.operation)
+    def _recompute_slice(self, operation: Any, meeting: Meeting, pages: range) -> bool:
+        """Recompute ``pages`` of a prefetch, its next ones. Returns True if that was launched."""
+        others = self._before_prefetch(operation)
         if others is None:
             return False
-        slots, before = self.restores.slots(due)
+        slots, before = self.restores.slots(operation, pages)
         prefix, size = torch.cat((others, before)), self._pool.page_size
-        of_hit = self._prefetches.of(due.operation).token_ids
+        of_hit = self._prefetches.of(operation).token_ids
         assert of_hit is not None
-        token_ids = of_hit[due.pages.start * size : due.pages.stop * size]
+        token_ids = of_hit[pages.start * size : pages.stop * size]
         recompute = self._loads.recompute_pages(TokenSpan(token_ids, prefix), slots)
         if recompute is None:
             return False
@@ -218,7 +212,7 @@ class EagerLoads:
         restore = self._pipeline.start_recomputation(recompute)
         if restore.failed is None:
             # As a backup would: for HiCache these pages are in host memory now.
-            host_pages = due.host_pages
+            host_pages = self.restores.host_pages(operation, pages)
             positions = np.arange(len(prefix), len(prefix) + len(slots))
             self._pool.arena.recomputed(host_pages, positions, token_ids)
             save = partial(self._pool.save_recomputed, host_pages, slots, rows)
@@ -229,13 +223,13 @@ class EagerLoads:
                 logger.warning("hcache: recomputed pages could not be stored: %r", problem)
         self._budget.launched(restore, len(prefix))
         self._recomputed = True
-        self.restores.recomputed(due, restore)
+        self.restores.recomputed(operation, pages, restore)
         if restore.failed is not None:
             self._loads.recomputation_failed(restore.failed)
             return True
         metrics.L3_TOKENS.count("recomputed", len(slots))
-        meeting.launched(due.pages)
-        due.operation.completed_tokens = meeting.pages * size
+        meeting.launched(pages)
+        operation.completed_tokens = meeting.pages * size
         return True
 
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:

@@ -117,6 +117,12 @@ class Meeting:
             return 1.0
         return min(1.0, max(0, reachable - self._taken) / unread)
 
+    @property
+    def due(self) -> range:
+        """Pages that the front may take next, as far as all ranks know."""
+        stop = self.reachable or 0
+        return range(self.front, min(stop, self.here.start) if self.here else stop)
+
     def offer(self, most: int) -> int:
         """Number of pages that the front may take next: unread ones, at most ``most``. The reader
         leaves them alone until :meth:`take_offered`, and reads others while the ranks agree."""

@@ -80,12 +80,10 @@ class Loading:
             physical, first = self.arena.physical(host_pages), self.queue.stored_from
             return self.pipeline.start(physical, slots, None, first, ahead=True)
 
-    def _recompute(self, prefetch: Hashable) -> None:
+    def _recompute(self, prefetch: Hashable, page: int) -> None:
         """Likewise: a slice of one page."""
-        due = self.eager.to_recompute(prefetch, 1)
-        if due is None:
-            return
-        slots, before = self.eager.slots(due)
+        pages = range(page, page + 1)
+        slots, before = self.eager.slots(prefetch, pages)
         slots = slots.clone()  # nobody else keeps them
         prefix = torch.cat((self.before_prefetch, before))
         span = TokenSpan(np.arange(len(prefix), len(prefix) + len(slots)), prefix)
@@ -93,9 +91,9 @@ class Loading:
         assert recompute is not None
         rows = RecomputedRows(self.capture, self.staging, self.pool)  # type: ignore[arg-type]
         restore = self.pipeline.start_recomputation(rows.taken_from(recompute))
-        save = partial(self._save, due.host_pages, slots, rows)
+        save = partial(self._save, self.eager.host_pages(prefetch, pages), slots, rows)
         restore.save_recomputed(self.saving, slots, save)
-        self.eager.recomputed(due, restore)
+        self.eager.recomputed(prefetch, pages, restore)
 
     def _save(
         self, host_pages: npt.NDArray[np.int64], slots: torch.Tensor, rows: RecomputedRows
@@ -136,11 +134,12 @@ class Loading:
         self.eager.reserve(prefetch, list(pages), np.array(pages))
         self.engine.loads_wait()
 
-    def arrived(self, prefetch: Hashable, pages: int, start: int = 0) -> None:
-        """Some pages of a prefetch are there, beside a forward pass over other tokens."""
+    def arrived(self, prefetch: Hashable, pages: int, start: int = 0, front: int = 0) -> None:
+        """Some pages of a prefetch are there, beside a forward pass over other tokens. Two behind
+        its ``front`` are recomputed if it is read from the back."""
         self.eager.restore_arrived(prefetch, pages, start)
-        for _ in range(2 if start else 0):  # it is read from the back
-            self._recompute(prefetch)
+        for page in range(front, min(front + 2, start)):
+            self._recompute(prefetch, page)
         self.forward(1)
 
     def hand_out(self, pages: range, prefix: torch.Tensor) -> torch.Tensor:
@@ -215,7 +214,7 @@ def eager_from_the_back(checker: Checker, partition: Partition) -> None:
         for handed_out in (True, False):
             loading.begin("met", range(9))
             loading.arrived("met", 9, start=7)
-            loading.arrived("met", 9, start=4)
+            loading.arrived("met", 9, start=4, front=2)
             loading.eager.end("met")
             if not handed_out:  # somebody takes what was reserved: the load copies from the host
                 loading.forward(loading.free.count() + 9)

@@ -29,16 +29,14 @@ class Scene:
         self.device.writes(restore)
         return restore
 
-    def recompute(self, pages: int, *, failed: bool = False) -> Restore | None:
-        """Recompute up to so many pages of the first prefetch."""
-        due = self.eager.to_recompute("a", pages)
-        if due is None:
-            return None
-        slots, before = self.eager.slots(due)
+    def recompute(self, *pages: int, failed: bool = False) -> Restore:
+        """Recompute consecutive pages of the first prefetch."""
+        due = range(pages[0], pages[-1] + 1)
+        slots, before = self.eager.slots("a", due)
         restore = self.slice = Restore(pages_of(slots), pages_of(before), self.slice)
         restore.failed = RuntimeError("out of memory") if failed else None
         self.device.writes(restore)
-        self.eager.recomputed(due, restore)  # type: ignore[arg-type]
+        self.eager.recomputed("a", due, restore)  # type: ignore[arg-type]
         return restore
 
     def begin(self, name: str, host: list[int], keys: list[str] | None = None) -> int:
@@ -195,27 +193,27 @@ def test_a_launch_that_fails_counts_as_one_and_no_load_may_get_its_pages() -> No
 def test_pages_of_a_slice_that_failed_wait_for_it_though_fewer_are_tried_again() -> None:
     scene = Scene()
     scene.begin("a", [0, 1])
-    failed = scene.recompute(2, failed=True)  # it may have written both
-    scene.recompute(1)
+    failed = scene.recompute(0, 1, failed=True)  # it may have written both
+    scene.recompute(0)
     scene.eager.host_freed(np.array([1]))
-    assert failed is not None and failed.is_done
+    assert failed.is_done
 
 
 def test_a_load_writes_pages_behind_a_slice_of_them_that_failed() -> None:
     """It launched some layers, perhaps, and then the page came from L3 after all."""
     scene = Scene()
     scene.begin("a", [0, 1])
-    failed = scene.recompute(2, failed=True)
+    failed = scene.recompute(0, 1, failed=True)
     assert ready(scene, [0]) == [False]
-    assert failed is not None and failed.is_done
+    assert failed.is_done
 
 
 @pytest.mark.parametrize("taken", [0, 1, 2])
 def test_nothing_is_recomputed_behind_a_page_that_was_taken_away(taken: int) -> None:
     scene = Scene()
     scene.begin("a", [0, 1, 2, 3])
-    for _ in range(2):
-        scene.recompute(1)
+    for page in range(2):
+        scene.recompute(page)
+    assert scene.eager.reachable("a", 2) == 4
     scene.eager.host_freed(np.array([taken]))
-    assert scene.recompute(4) is None
-    assert ready(scene, [2, 3]) == [False, False]
+    assert scene.eager.reachable("a", 2) == (2 if taken == 2 else 0)

@@ -113,16 +113,13 @@ class ScriptedScheduler(RuleBasedStateMachine):
     def recompute(self, most: int, data: Any) -> None:
         """A turn of the scheduler has time for some pages of the first prefetch that can be."""
         for number, prefetch in self.running.items():
-            found = self.eager.to_recompute(number, most)
-            if found is None or not self.recomputes[number]:
+            front = prefetch.arrived
+            end = min(front + most, prefetch.start, self.eager.reachable(number, front))
+            if front >= end or not self.recomputes[number]:
                 continue
-            assert 0 < len(found.pages) <= most
-            room = min(len(found.pages), prefetch.start - prefetch.arrived)
-            if found.pages.start != prefetch.arrived or not room:
-                continue  # an earlier one has failed, or the ends have met
-            due = found.first(data.draw(st.integers(1, room)))
-            slots, before = map(pages_of, self.eager.slots(due))
-            host = due.host_pages.tolist()
+            due = range(front, data.draw(st.integers(front + 1, end)))
+            slots, before = map(pages_of, self.eager.slots(number, due))
+            host = self.eager.host_pages(number, due).tolist()
             assert host == prefetch.host[len(before) :][: len(slots)]
             made = [self.device.made.get(page) for page in before]
             assert made == [(page, self.content[page]) for page in prefetch.host[: len(before)]]
@@ -134,7 +131,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
             restore.failed = RuntimeError("out of memory") if failed else None
             self.device.readers.append(restore)
             self.device.writes(restore)
-            self.eager.recomputed(due, restore)  # type: ignore[arg-type]
+            self.eager.recomputed(number, due, restore)  # type: ignore[arg-type]
             if failed:
                 self.recomputes[number] = False
                 return

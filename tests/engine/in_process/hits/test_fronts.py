@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.prefetch.eager_loads import Offer
 from hcache_backend.prefetch.prefetch import Meeting
 from hcache_backend.prefetch.slices import Pace, SliceBudget
 from hcache_backend.ranks import Turn
@@ -93,6 +92,11 @@ class Fronts:
     def turn(self, reduce: Reduce = alone) -> None:
         turn_of(self.eager, self.cache, reduce)
 
+    def settle(self) -> None:
+        """Wait until all slices are done, and saved."""
+        for stream in (self.stream, self.eager._saving):
+            stream.record().synchronize()
+
     def _recompute_pages(self, span: TokenSpan, slots: torch.Tensor) -> torch.Tensor:
         assert len(span.token_ids) == len(slots)
         self.launched.append((span.token_ids.tolist(), len(span.prefix)))
@@ -166,7 +170,7 @@ def test_a_turn_has_one_slice_and_none_while_two_are_not_done(fronts: Fronts) ->
         counts.append((first.meeting.front, second.meeting.front))
     assert counts == [(2, 0), (4, 0), (4, 0)]
     gate.set()
-    fronts.stream.record().synchronize()
+    fronts.settle()
     for _ in range(2):
         fronts.turn()
         counts.append((first.meeting.front, second.meeting.front))
@@ -182,7 +186,7 @@ def test_what_was_recomputed_long_ago_is_in_front_of_no_batch(fronts: Fronts, do
     fronts.eager.governor.pace = Pace(0.0, "put_off_waiting")  # no further slice
     if done:
         gate.set()
-        fronts.stream.record().synchronize()
+        fronts.settle()
     fronts.turn()
     assert [fronts.eager.take_recomputed() for _ in range(2)] == [not done, False]
     gate.set()
@@ -250,14 +254,14 @@ def test_readers_are_told_whether_a_front_may_be_recomputed(fronts: Fronts) -> N
     assert not fronts.eager.recomputes_pages
 
 
-def test_no_front_is_recomputed_where_another_one_was_taken(fronts: Fronts) -> None:
-    operation = fronts.began()
-    due = fronts.eager.restores.to_recompute(operation, 2)
-    assert due is not None and due.pages == range(2, 4)
-    meeting = operation.meeting
-    offer = Offer(due._replace(pages=range(3, 5)), meeting, Turn().propose())
-    assert meeting.offer(8) == 6 and fronts.eager._taken(offer, 2) == 0
+def test_what_was_offered_is_read_if_an_error_came_before_the_ranks_agreed(fronts: Fronts) -> None:
+    meeting = fronts.began().meeting
+    fronts.eager.propose_slices(Turn(fronts.cache))
     assert meeting.next_batch(8) == range(4, 8)
+    fronts.eager.governor.look = lambda _: None
+    fronts.eager.governor.pace = Pace(0.0, "put_off_waiting")
+    fronts.turn()
+    assert meeting.next_batch(8) == range(2, 4)
 
 
 def test_host_pages_are_left_alone_when_the_processor_wants_them(fronts: Fronts) -> None:
