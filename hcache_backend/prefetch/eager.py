@@ -68,7 +68,7 @@ class Reservation:
     def launched(self) -> list[Reserved]:
         return [page for page in self.pages if page.held and page.restore is not None]
 
-    def of(self, numbers: range) -> list[Reserved]:
+    def pages_at(self, numbers: range) -> list[Reserved]:
         return self.pages[numbers.start : numbers.stop]
 
 
@@ -153,14 +153,14 @@ class EagerRestores:
         reservation = self._running[prefetch]
         self._reading = [one for one in self._reading if not one[1].copied.query()]
         there = range(start - reservation.first, pages - reservation.first)
-        arrived = reservation.of(range(max(0, there.start), max(0, there.stop)))
+        arrived = reservation.pages_at(range(max(0, there.start), max(0, there.stop)))
         due = [page.number for page in arrived if page.held and page.restore is None]
         size = len(reservation.pages)
         whole = there.start <= 0 and size <= there.stop
         if not (last or whole) and len(due) < self._at_once(size):
             return 0
         for run in runs(due):
-            some = reservation.of(run)
+            some = reservation.pages_at(run)
             ids = np.array([page.host_page for page in some], dtype=np.int64)
             restore = self._launch(ids, self._slots(reservation, run))
             reservation.failed |= restore.failed is not None
@@ -171,7 +171,9 @@ class EagerRestores:
 
     def host_pages(self, prefetch: Hashable, pages: range) -> Ids:
         """Host pages of reachable ``pages`` of a running prefetch, by their numbers."""
-        return np.array([page.host_page for page in self._running[prefetch].of(pages)], np.int64)
+        return np.array(
+            [page.host_page for page in self._running[prefetch].pages_at(pages)], np.int64
+        )
 
     def slots(self, prefetch: Hashable, pages: range) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots of the tokens of these pages, and of all tokens before them in the prefetch."""
@@ -189,7 +191,7 @@ class EagerRestores:
         reservation.last_slice = stop, restore
         self._reading.append((self.host_pages(prefetch, pages).tolist(), restore))
         if restore.failed is None:
-            for page in reservation.of(pages):
+            for page in reservation.pages_at(pages):
                 page.restore = restore
 
     def end(self, prefetch: Hashable) -> int:
