@@ -138,9 +138,8 @@ class CaptureCheck:
     def __init__(
         self, plan: HiddenPages, projector: Projector, order: CollectiveOrder | None
     ) -> None:
-        assert plan.codec is not None
-        layout, device = plan.layout, plan.kvcache.device
-        self._plan, self._codec = plan, plan.codec
+        layout, device = plan.layout.page, plan.layout.kvcache.device
+        self._plan, self._layout, self._codec = plan, plan.layout, plan.codec
         self._pages = np.arange(-(-PROBE_TOKENS // layout.page_size))
         self.tokens = len(self._pages) * layout.page_size
         shadows = len(self._pages) + 1  # an empty pool hands out its first pages, except page 0
@@ -174,13 +173,13 @@ class CaptureCheck:
             layer.projection.register_forward_pre_hook(
                 partial(receive, layer.index), with_kwargs=True
             )
-            for layer in plan.hidden_layers
+            for layer in self._layout.hidden_layers
             if seen
         ]
         by_layer = by_layer and bool(plan.staging.layers)
         self._capture.most_at_once = 1 if by_layer else plan.staging.capacity
         try:
-            with plan.capture_hooks.trying(self._capture):
+            with plan.hooks.trying(self._capture):
                 self._slots = run()
             self._capture.transfers().synchronize()
             self._capture.ledger.settle()
@@ -198,10 +197,10 @@ class CaptureCheck:
 
     def restore(self, projector: Projector) -> None:
         """Restore to other pages of the pool; raises Refused if K or V differ from the model's."""
-        plan, size = self._plan, self._plan.layout.page_size
-        first = len(plan.methods.layers("recompute"))
+        layout, size = self._layout, self._layout.page.page_size
+        first = len(layout.methods.layers("recompute"))
         there = self._slots + (int(self._slots.max()) // size) * size
-        if int(there.max()) >= len(plan.kvcache.k_buffer[0]):
+        if int(there.max()) >= len(layout.kvcache.k_buffer[0]):
             raise Refused("the KV pool is too small to try a restore")
         try:
             pages = self._arena.physical(self._pages)
@@ -216,27 +215,27 @@ class CaptureCheck:
             raise Refused(f"hidden states do not come back from host memory: {problem}")
 
     def _back_up(self, slots: Ids) -> str | None:
-        plan, problem = self._plan, self._capture.ledger.broken or self._arena.problem(slots)
+        layout, problem = self._layout, self._capture.ledger.broken or self._arena.problem(slots)
         if problem not in (None, NOT_ENCODABLE):  # that it holds enough was decided before
             return problem
         self._capture.back_up(slots, self._pages)
-        if plan.kv.layers:
-            pages = torch.from_numpy(self._arena.physical(self._pages)).to(plan.kvcache.device)
-            if (fits := plan.kv.save(plan.layout, self._memory, pages, self._slots)) is not None:
-                of_layers = zip(plan.kv.layers, fits.all(1).tolist(), strict=True)
+        if layout.kv.layers:
+            pages = torch.from_numpy(self._arena.physical(self._pages)).to(layout.kvcache.device)
+            if (fits := layout.kv.save(layout.page, self._memory, pages, self._slots)) is not None:
+                of_layers = zip(layout.kv.layers, fits.all(1).tolist(), strict=True)
                 self._not_encoded = {layer for layer, fit in of_layers if not fit}
         self._capture.transfers().synchronize()
         self._fits = torch.from_numpy(~self._arena.unfit_rows(slots))
         if not self._fits.any():
             return "no row is encodable"
         whole = self._pages[self._fits.view(len(self._pages), -1).all(1).numpy()]
-        proven = map(plan.layout.is_stamped, self._arena.pages(whole))
+        proven = map(layout.page.is_stamped, self._arena.pages(whole))
         return None if all(proven) else "rows are not proven"
 
     def _difference(self, received: dict[int, torch.Tensor]) -> str | None:
         """The layer whose rows in host memory differ from its projection's input."""
-        layout, codec = self._plan.layout, self._codec
-        for layer in self._plan.hidden_layers if received else ():
+        layout, codec = self._layout.page, self._codec
+        for layer in self._layout.hidden_layers if received else ():
             rows = codec.encode(received[layer.index][: self.tokens - 1])[0].cpu()
             for number, page in enumerate(self._arena.pages(self._pages)):
                 first = number * layout.page_size
@@ -249,11 +248,11 @@ class CaptureCheck:
 
     def _changed(self, first: int, there: torch.Tensor, projector: Projector) -> str | None:
         """The layer from ``first`` on whose K or V differ, in rows that the codec holds."""
-        pool, plan, fits = projector.pool, self._plan, self._fits.to(there.device)
-        for layer in plan.layers[first:]:
+        pool, fits = projector.pool, self._fits.to(there.device)
+        for layer in self._layout.layers[first:]:
             if layer.index in self._not_encoded:
                 continue
-            read = partial(pool.fetch, layer.kernel, dtype=plan.runner.dtype)
+            read = partial(pool.fetch, layer.kernel, dtype=self._codec.dtype)
             found = of_kv(read(there[fits]), read(self._slots[fits])).tolist()
             problem = projected_difference(layer, found, pool.dtype, self._codec.name)
             if problem is not None:

@@ -100,6 +100,13 @@ class _Checks(ABC, Generic[_Layer, _Left]):
         self._tired = False  # on all ranks, or on none
         self._proposal: Proposal | None = None
 
+    def watch(self, *, loads: bool = False) -> None:
+        """Look at backups of the pool from now on, and at ``loads``."""
+        self._pool.on_freed.append(self.freed)
+        self._pool.on_backed_up.append(self.transferred)
+        if loads:
+            self._pool.on_loaded.append(self.transferred)
+
     def transferred(self, host_pages: Ids, slots: torch.Tensor) -> None:
         """Begin to check one of these pages, if it is due. They (int64 ``[n]``) are copied to or
         from ``slots`` (int64 ``[n * page_size]``, on the device) on the current stream."""

@@ -14,10 +14,8 @@ from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.config import HCacheConfig
 from hcache_backend.fingerprint import Weights
 from hcache_backend.format.page import PageLayout
+from hcache_backend.host.layout import Layout
 from hcache_backend.host.loads import Prepared, QueuedLoad
-from hcache_backend.host.segments import KVSegments
-from hcache_backend.plan.restore import Restore
-from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.exchange import CollectiveOrder
 from hcache_backend.restore.pipeline import RestorePipeline
@@ -53,6 +51,8 @@ class HostPool(Protocol):
     kv_buffer: torch.Tensor  # the bytes of all pages, uint8 [pages, stride]
     device_pool: Any  # SGLang's KV pool
     on_freed: list[Callable[[Ids], None]]
+    on_backed_up: list[Callable[[Ids, torch.Tensor], None]]
+    on_loaded: list[Callable[[Ids, torch.Tensor], None]]
 
     def page_ids(self, host_indices: torch.Tensor) -> Ids: ...
     def settled(self, host_pages: Ids) -> bool: ...
@@ -98,21 +98,16 @@ class DevicePages(Protocol):
 
 
 class HiddenPages(Protocol):
-    """The plan of pages with hidden states (:class:`.PagePlan`)."""
-
-    runner: Any  # SGLang's ModelRunner
-    kvcache: Any  # SGLang's KV pool
-    methods: Restore
-    layers: tuple[AttentionLayer, ...]
-    codec: Codec | None
-    kv: KVSegments
-    layout: PageLayout
-    staging: Staging
+    """The plan of pages with hidden states (:class:`.HiddenPlan`)."""
 
     @property
-    def hidden_layers(self) -> list[AttentionLayer]: ...
+    def layout(self) -> Layout: ...
     @property
-    def capture_hooks(self) -> HiddenCapture: ...
+    def codec(self) -> Codec: ...
+    @property
+    def staging(self) -> Staging: ...
+    @property
+    def hooks(self) -> HiddenCapture: ...
     def capture(self, arena: Arena, memory: torch.Tensor) -> StagedCapture: ...
     def pipeline(
         self, memory: torch.Tensor, projector: Projector, order: CollectiveOrder | None

@@ -202,6 +202,7 @@ class Krul:
     Refused on every rank if such pages cannot be used."""
 
     choice: PairChoice  # from choose_pairs
+    observer: Recomputer | None = None  # asked for each node; None: all nodes have one layout
 
     def __init__(self, option: KrulOption) -> None:
         self._option = option
@@ -273,7 +274,7 @@ class Krul:
         if problems:
             raise Refused(f"{type(problems[0]).__name__}: {problems[0]}")
 
-    def backups(
-        self, recomputer: Recomputer, layout: PageLayout, group: Group, ranks: int
-    ) -> NodePairs:
-        return NodePairs(recomputer, self.choice, paired(layout), group, ranks)
+    def backups(self, layout: PageLayout, group: Group, ranks: int) -> NodePairs | None:
+        if self.observer is None:
+            return None
+        return NodePairs(self.observer, self.choice, paired(layout), group, ranks)

@@ -46,38 +46,41 @@ from hcache_backend.sglang.tree import token_array
 _STAGED_PASSES = 16  # at least as many as are under way between pipeline stages
 
 
+@dataclass(frozen=True)
+class Stack:
+    """Parts of ours that a controller puts to work."""
+
+    runtime: Runtime
+    pool: OwnPagesPool
+    loads: LoadQueue
+    eager: EagerLoads | None
+    stages: StagePages
+    kv_checks: KVChecks
+    judge: Callable[[str], None]  # on all ranks, with the name of an L3 other than our store
+    capture: StagedCapture | None = None  # fills hidden states; None: pages hold K and V only
+    checks: ServiceChecks | None = None  # of hidden states, likewise
+    layouts: NodeLayouts | None = None  # of nodes; None: all are alike
+
+
 class OwnPagesController(HybridCacheController, Controller):
     """``_page_*`` run in HiCache's storage threads, all else on the scheduler thread."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        pool: OwnPagesPool,
-        loads: LoadQueue,
-        eager: EagerLoads | None,
-        stages: StagePages,
-        kv_checks: KVChecks,
-        judge: Callable[[str], None],
-        *hicache: Any,
-        capture: StagedCapture | None = None,
-        checks: ServiceChecks | None = None,
-        layouts: NodeLayouts | None = None,
-        **arguments: Any,
-    ) -> None:
-        """``capture`` fills hidden states, which ``checks`` checks; None: pages hold K and V only.
-        ``layouts`` chooses those of nodes. ``judge`` is called on all ranks, with its name, if an
-        L3 other than our store is attached. The other arguments are SGLang's."""
-        self._runtime, self._pool, self._loads, self.eager = runtime, pool, loads, eager
-        self._stages, self._kv_checks, self._judge = stages, kv_checks, judge
-        self._capture = capture
+    def __init__(self, stack: Stack, *hicache: Any, **arguments: Any) -> None:
+        """The other arguments are SGLang's."""
+        self._runtime, self._pool, self._loads = stack.runtime, stack.pool, stack.loads
+        self.eager, self._stages, self._kv_checks = stack.eager, stack.stages, stack.kv_checks
+        self._judge, self._capture = stack.judge, stack.capture
+        runtime, pool, capture, alone = self._runtime, self._pool, self._capture, stack.stages.alone
         positions = int(runtime.runner.model_config.context_len)
         of_pages = runtime, pool.arena, pool.page_layout
         self._proofs = PageProofs(*of_pages, capture is not None, positions)
-        self._backups = NodeBackups(pool, capture, layouts, self, self.start_writing, stages.alone)
-        if capture is not None and not stages.alone:
+        self._backups = NodeBackups(pool, capture, stack.layouts, self, self.start_writing, alone)
+        if capture is not None and not alone:
             capture.ledger.without_results = _STAGED_PASSES
-        self._checks = [each for each in (checks, kv_checks) if each is not None]
-        self._batches = BatchedReads(pool.page_size, self._report, runtime.l3) if eager else None
+        self._checks = [each for each in (stack.checks, stack.kv_checks) if each is not None]
+        self._batches: BatchedReads | None = None
+        if self.eager is not None:
+            self._batches = BatchedReads(pool.page_size, self._report, runtime.l3)
         self.prefix: Prefix = lambda: None  # slots of the tokens before the present load
         self._never_loaded = False  # True: host pages that no load can use are to be evicted
         super().__init__(*hicache, **arguments)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -36,8 +36,9 @@ from hcache_backend.checks.probe import (
 from hcache_backend.checks.round_trip import CaptureCheck, check_copies, check_lossy, whole_pages
 from hcache_backend.checks.service import KVChecks, ServiceChecks
 from hcache_backend.format.units import WHOLE, Shard
+from hcache_backend.host.layout import Layout
 from hcache_backend.host.loads import LoadQueue
-from hcache_backend.host.segments import head_groups, shard_of_heads
+from hcache_backend.host.segments import KVSegments, head_groups, shard_of_heads
 from hcache_backend.host.stages import StagePages
 from hcache_backend.metrics import logger
 from hcache_backend.plan.restore import CHUNK_TOKENS, Partition, Restore
@@ -57,10 +58,10 @@ from hcache_backend.sglang.arguments import (
     storage_extra_config,
     warn_of_small_host_pool,
 )
-from hcache_backend.sglang.controller import OwnPagesController
+from hcache_backend.sglang.controller import OwnPagesController, Stack
 from hcache_backend.sglang.groups import attention_ranks, new_stage_group
 from hcache_backend.sglang.hook_registry import Hook, install
-from hcache_backend.sglang.host_pool import OwnPagesPool
+from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool
 from hcache_backend.sglang.passes import make_recomputer, run_again
 from hcache_backend.sglang.runtime import Forwards, Runtime, current
 from hcache_backend.start import page_plan
@@ -77,8 +78,11 @@ from hcache_backend.start.capabilities import (
     tell,
 )
 from hcache_backend.start.machine import judge_hits, layer_methods
-from hcache_backend.start.page_plan import PagePlan
+from hcache_backend.start.page_plan import HiddenPlan, PagePlan, find_room
 from hcache_backend.start.sides import share_of_size, strategy_of, with_our_pool
+
+if TYPE_CHECKING:
+    from hcache_backend.start.page_plan import Krul
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
@@ -148,21 +152,21 @@ class Start:
         these. Raises Refused on every rank if neither is possible."""
         reason: str | None = None
         try:
-            plan = self._hidden_plan(no_hidden)
+            plan: PagePlan = self._hidden_plan(no_hidden)
         except Refused as refused:
             reason = str(refused)
         if reason is not None:  # then no hook and no memory of hidden states are left
             capture_nothing(self._runtime)
             plan = self._kv_plan()
-        [host_pages] = smallest(self._params.pp_cache_group, plan.pages.host)
-        plan.pages = plan.pages._replace(host=host_pages)
+        [host_pages] = smallest(self._params.pp_cache_group, plan.host.host)
+        plan = replace(plan, host=plan.host._replace(host=host_pages))
         use_own_pages(self._runtime, self._kvcache, plan, reason)
         if reason is not None:
-            plan.recomputer = self._page_recomputer(plan)
+            plan = replace(plan, recomputer=self._page_recomputer(plan.layout))
         return plan
 
-    def _hidden_plan(self, no_hidden: str | None) -> PagePlan:
-        step, runtime, runner, kvcache = self.step, self._runtime, self._runner, self._kvcache
+    def _hidden_plan(self, no_hidden: str | None) -> HiddenPlan:
+        step, runtime, kvcache = self.step, self._runtime, self._kvcache
         ranks, stages, projector = self._params.tp_cache_group, self._params.pp_size, self.projector
         step(refuse, HIDDEN, self.server, no_hidden)
         methods = step(self._choose_methods)
@@ -177,34 +181,57 @@ class Start:
         if methods.recomputable:
             recomputer = step(self._find_recomputer, probe, methods, whole=False)
         methods = methods.recomputing_first(recomputer.layers if recomputer else 0)
-        how: dict[str, Any] = {"runner": runner, "forwards": runtime.forwards}
-        how["hooks"] = step(check_recording, runtime, probe.hidden[0])
-        how |= {"layers": probe.layers, "codec": codec, "recomputer": recomputer}
-        shard = _shard(exchange)
+        recorded = step(check_recording, runtime, probe.hidden[0])
+        shard, of_kv = _shard(exchange), "none"
         groups = self._head_groups(methods, shard)
         if methods.layers("kv"):
-            how["kv_codec"] = step(page_plan.kv_codec, runtime, kvcache, shard, groups, stages)
-        plan = step(PagePlan, kvcache, methods, shard, groups, exchange=exchange, **how)
-        plan = self._tried(plan, lambda: probe.slots)
+            of_kv = step(page_plan.kv_codec, runtime, kvcache, shard, groups, stages)
+        kv = partial(KVSegments, kvcache, methods.layers("kv"), kvcache.page_size, shard, groups)
+        layout = Layout(kvcache, methods, shard, kv(of_kv), exchange, codec, probe.layers)
+        layout = self._proven(layout, replace(layout, kv=kv()), lambda: probe.slots)
+        host = step(find_room, layout)
         specs = LayerSpecs(runtime, probe, projector, ranks)
         step(specs.find)
         specs.measure()
         step(specs.check_writing)
         step(specs.use_agreed)
+        plan = step(self._with_hooks, layout, host, recomputer, recorded)
         try:
             self._check_capture(plan)
         except Refused as refused:
             if codec.is_view:
                 raise
             exact = codec.name, codec.hidden_size, codec.dtype, refused
-            # The next plan reuses its hooks and its staging.
-            how = {"codec": page_plan.hidden_as_they_are(*exact), "hooks": plan.capture_hooks}
-            plan = step(replace, plan, **how)
-            plan = self._tried(plan, lambda: probe.slots)
+            layout = replace(layout, codec=page_plan.hidden_as_they_are(*exact))
+            layout = self._proven(layout, replace(layout, kv=kv()), lambda: probe.slots)
+            host = step(find_room, layout)
+            plan = step(self._with_hooks, layout, host, recomputer, plan.hooks)
             self._check_capture(plan)
         specs.follow_weights()
-        step(plan.take_projections, projector)
         return plan
+
+    def _with_hooks(
+        self,
+        layout: Layout,
+        host: HostPages,
+        recomputer: Recomputer | None,
+        hooks: HiddenCapture | None,
+    ) -> HiddenPlan:
+        """The plan of proven pages, with all that capture and projections need. ``hooks``: those
+        that CUDA graphs were recorded with; None: new ones. From now on the model has them, and
+        only projections are watched."""
+        codec, layers, device = layout.codec, layout.hidden_layers, layout.kvcache.device
+        assert codec is not None
+        staging = None if hooks is None else hooks.staging
+        if staging is None:
+            of_rows = codec.hidden_size, codec.dtype
+            staging = page_plan.take_staging(self._runner, len(layers), *of_rows, device)
+        memory = page_plan.projection_memory(layout, codec, self.projector)
+        hooks = hooks or HiddenCapture([(layer.module, ()) for layer in layers])
+        hooks.watch_only(layer.projection for layer in layers)
+        hooks.staging, self._runtime.forwards.capture = staging, hooks
+        given = layout, host, None, recomputer
+        return HiddenPlan(*given, staging=staging, hooks=hooks, projection=memory)
 
     def _kv_plan(self) -> PagePlan:
         """Pages of K and V of all layers; raises Refused on every rank."""
@@ -219,11 +246,17 @@ class Start:
         groups = self._head_groups(methods, own)
         codec = self.step(page_plan.kv_codec, runtime, kvcache, own, groups, self._params.pp_size)
         plugin = page_plan.page_plugin(self._config) if codec != "none" else None
-        parts = (own, groups) if plugin is None else (WHOLE, self._head_groups(methods, WHOLE))
-        how: dict[str, Any] = {"kv_codec": codec, "plugin": plugin, "exchange": exchange}
-        how |= {"host_share": self._host_share, "drafts": packed_drafts(self._runner)}
-        plan = self.step(PagePlan, kvcache, methods, *parts, **how)
-        return self._tried(plan, self._written, shard=own, groups=groups)
+        of_layers, drafts = (methods.layers("kv"), kvcache.page_size), packed_drafts(self._runner)
+        kv = partial(KVSegments, kvcache, *of_layers, own, groups, drafts=drafts)
+        layout = plain = Layout(kvcache, methods, own, kv(), exchange)
+        if plugin is not None:
+            paired = plugin.segments(kvcache, *of_layers, self._head_groups(methods, WHOLE))
+            layout = replace(plain, shard=WHOLE, kv=paired)
+        elif codec != "none":
+            layout = replace(plain, kv=kv(codec))
+        layout = self._proven(layout, plain, self._written, plugin)
+        divides = plugin if layout.kv.by_header else None
+        return PagePlan(layout, self.step(find_room, layout, self._host_share), divides)
 
     def _written(self) -> torch.Tensor:
         """Have the model write K and V of the self-check's tokens to whole pages; returns their
@@ -242,61 +275,66 @@ class Start:
         rows = [planes_of(kvcache, layer)[0][slots] for layer in range(kvcache.layer_num)]
         return self.step(page_plan.make_exchange, "latents", rows, int(kvcache.page_size))
 
-    def _tried(self, plan: PagePlan, written: Callable[[], torch.Tensor], **plain: Any) -> PagePlan:
-        """Prove that K and V come back by ``plan``, and take its memory. If its codec fails, that
-        is done with the plan of K and V as they are, and the fields ``plain``. Returns the proven
-        plan; raises Refused on every rank. ``written`` has the model write K and V, if it has not,
-        and returns their slots, int64 ``[n]``."""
+    def _proven(
+        self,
+        layout: Layout,
+        plain: Layout,
+        written: Callable[[], torch.Tensor],
+        plugin: Krul | None = None,
+    ) -> Layout:
+        """Prove that K and V come back by ``layout``; if its codec fails, by ``plain``, where they
+        are as they are. Returns the proven one; raises Refused on every rank. ``written`` has the
+        model write K and V, if it has not, and returns their slots, int64 ``[n]``. ``plugin``
+        chooses the layers that share slots in ``layout``."""
         try:
-            self.step(self._check_copies, plan)
-            if not plan.kv.lossless:
-                slots, most, plugin = self.step(written), 0.0, plan.plugin
-                pages = whole_pages(slots, plan.layout.page_size)
-                if plugin is not None:
-                    most, ranks = plugin.allowed_change, self._params.tp_cache_group
-                    plan.layout = self.step(plugin.choose_pairs, plan.kv, plan.layout, pages, ranks)
-                    if plugin.wants_model:
-                        self._look_at_model(plan, slots)
-                self.step(check_lossy, plan.kv, plan.layout, pages, most)
+            self.step(self._check_copies, layout)
+            if layout.kv.lossless:
+                return layout
+            slots, most = self.step(written), 0.0
+            pages = whole_pages(slots, layout.page.page_size)
+            if plugin is not None:
+                most, ranks = plugin.allowed_change, self._params.tp_cache_group
+                chosen = self.step(plugin.choose_pairs, layout.kv, layout.page, pages, ranks)
+                layout = replace(layout, chosen=chosen)
+                if plugin.wants_model:
+                    self._look_at_model(layout, plugin, slots)
+            self.step(check_lossy, layout.kv, layout.page, pages, most)
         except Refused as refused:
-            if plan.kv_codec == "none":
+            if layout.kv.codec == "none":
                 raise
             why = "K and V are stored as they are (codec 'none')"
-            logger.warning("hcache: codec %r is not used, %s: %s", plan.kv_codec, why, refused)
-            plan = self.step(replace, plan, kv_codec="none", plugin=None, **plain)
-            self.step(self._check_copies, plan)
-        self.step(plan.find_room)
-        return plan
+            logger.warning("hcache: codec %r is not used, %s: %s", layout.kv.codec, why, refused)
+            layout = plain
+            self.step(self._check_copies, layout)
+        return layout
 
-    def _check_copies(self, plan: PagePlan) -> None:
+    def _check_copies(self, layout: Layout) -> None:
         """Raise Refused if K and V do not come back, or a page is hardly more than its header."""
-        layout = plan.layout
-        header, page = layout.header_bytes, layout.page_bytes
-        if plan.codec is None and header * self.smallest_page > page:
-            whole = f"the {page} bytes of a page of {layout.page_size} tokens (--page-size)"
+        header, page = layout.page.header_bytes, layout.page.page_bytes
+        if layout.codec is None and header * self.smallest_page > page:
+            whole = f"the {page} bytes of a page of {layout.page.page_size} tokens (--page-size)"
             raise Refused(f"of {whole} its header would take {header}")
-        for variant in layout.variants if plan.kv.layers else ():
-            check_copies(variant, plan.kv)
+        for variant in layout.page.variants if layout.kv.layers else ():
+            check_copies(variant, layout.kv)
 
-    def _look_at_model(self, plan: PagePlan, slots: torch.Tensor) -> None:
+    def _look_at_model(self, layout: Layout, plugin: Krul, slots: torch.Tensor) -> None:
         """Let the plug-in look at the model, with K and V of the self-check in ``slots``."""
 
         def observer() -> Recomputer:
             refuse(HIDDEN, self.server, install(hooks.HIDDEN))
-            recomputer = make_recomputer(self._runner, plan.kvcache, plan.methods.chunk_tokens)
+            recomputer = make_recomputer(self._runner, layout.kvcache, layout.methods.chunk_tokens)
             ids = probe_tokens(self._runner.model_config.vocab_size, len(slots))
-            assert plan.plugin is not None
-            plan.plugin.try_model(recomputer, ids, slots)
+            plugin.try_model(recomputer, ids, slots)
             return recomputer
 
         try:
             # SGLang's state of a batch (of LoRA adapters, say) would be that of another one.
             self.step(refuse, HIDDEN, self.server)
-            plan.observer = self.step(observer)
+            plugin.observer = self.step(observer)
         except Refused as refused:
             logger.warning("hcache: all pages have one layout: %s", refused)
 
-    def _check_capture(self, plan: PagePlan) -> None:
+    def _check_capture(self, plan: HiddenPlan) -> None:
         kvcache, projector, ranks = self._kvcache, self.projector, self._params.tp_cache_group
         order = CollectiveOrder(kvcache.device) if attention_ranks().world_size > 1 else None
         check = self.step(CaptureCheck, plan, projector, order)
@@ -313,14 +351,14 @@ class Start:
         run = partial(passes.run_prompts, self._runner, [PROBE_TOKENS])
         return self.step(observe, run, modules, calls=calls)
 
-    def _page_recomputer(self, plan: PagePlan) -> Recomputer | None:
+    def _page_recomputer(self, layout: Layout) -> Recomputer | None:
         """Recomputer of whole pages of K and V while others are read; None: all are read."""
         runtime, known = self._runtime, None
         runtime.recomputation = None
         runtime.unused.pop(RECOMPUTATION, None)
-        if plan.kv.by_header:
-            known = f"codec {plan.kv.codec!r} divides each page itself"
-        elif refusal(EAGER, replace(self.server, exchanges=plan.exchange is not None)) is not None:
+        if layout.kv.by_header:
+            known = f"codec {layout.kv.codec!r} divides each page itself"
+        elif refusal(EAGER, replace(self.server, exchanges=layout.exchange is not None)):
             return None  # on every rank of every stage
         try:
             self.step(refuse, RECOMPUTATION, self.server, known)
@@ -328,7 +366,7 @@ class Start:
         except Refused as refused:
             runtime.unused[RECOMPUTATION] = str(refused)
             return None
-        return self.step(self._find_recomputer, probe, plan.methods, whole=True)
+        return self.step(self._find_recomputer, probe, layout.methods, whole=True)
 
     def _find_recomputer(self, probe: Probe, methods: Restore, *, whole: bool) -> Recomputer | None:
         """The recomputer of layers, the same on every tensor-parallel rank; None if there is none.
@@ -395,101 +433,97 @@ def build_stack(
     runtime: Runtime, params: Any, plan: PagePlan, projector: Projector
 ) -> AbstractContextManager[None]:
     """Within the block SGLang's strategy builds HiCache's components around ours, by the plan."""
-    kvcache, layout, config = plan.kvcache, plan.layout, runtime.config
-    ranks, memory = attention_ranks(), get_memory()
-    device, whole = kvcache.device, params.token_to_kv_pool_allocator
+    layout, methods, config = plan.layout, plan.layout.methods, runtime.config
+    kvcache, whole = layout.kvcache, params.token_to_kv_pool_allocator
     allocator = getattr(whole, "full_attn_allocator", whole)  # without that of windows
+    ranks, l3, hidden = attention_ranks(), runtime.l3, isinstance(plan, HiddenPlan)
     assert config is not None
-    pool = OwnPagesPool(
-        kvcache,
-        params.page_size,
-        memory.hicache_mem_layout,
-        page_layout=layout,
-        pages=plan.pages,
-        kv=plan.kv,
-        pin_memory=device != "cpu",
-        allocator_type=get_allocator_type(),
-        stamp=lambda page: layout.stamp(page, runtime.page_namespace(), runtime.writer),
-    )
-    hidden, order = plan.codec is not None, None
-    if ranks.world_size > 1 and (hidden or plan.exchange is not None):
-        order = runtime.forwards.order = CollectiveOrder(device)
+    pool, order = _host_pool(runtime, params, plan), None
+    if ranks.world_size > 1 and (hidden or layout.exchange is not None):
+        order = runtime.forwards.order = CollectiveOrder(kvcache.device)
     reason = refusal(EAGER, Server(runtime, kvcache, allocator, exchanges=order is not None))
     if reason is not None:
         runtime.unused[EAGER] = reason
     runtime.eager = reason is None
-    capture = _start_capture(runtime, pool, plan) if hidden else None
     pipeline = plan.pipeline(pool.kv_buffer, projector, order)
-    slowdown, failed = runtime.l3.estimates.slowdown, runtime.cannot_restore
-    restored = runtime.l3.estimates.measured_restore
-    methods, recomputer = plan.methods, plan.recomputer
-    loads = LoadQueue(pool.arena, pipeline, methods, recomputer, device, slowdown, failed, restored)
-    pool.connect(loads, capture, frees_duplicates=memory.hicache_write_policy == "write_back")
+    told = l3.estimates.slowdown, runtime.cannot_restore, l3.estimates.measured_restore
+    of_loads = plan.recomputer, kvcache.device, *told
+    loads = LoadQueue(pool.arena, pipeline, methods, *of_loads)
+    kv_checks, checks, capture, new_rows = KVChecks(runtime, pool, layout.kv), None, None, None
+    if layout.kv.layers:
+        kv_checks.watch(loads=not hidden)  # a load may recompute layers whose K and V are stored
+    hooks = None
+    if isinstance(plan, HiddenPlan):
+        capture, hooks = _start_capture(runtime, pool, plan), plan.hooks
+        new_rows = partial(RecomputedRows, capture, plan.staging, hooks)
+        of_rows = layout.hidden_layers, plan.codec, projector, layout.exchange, order
+        checks = ServiceChecks(runtime, pool, *of_rows)
+        checks.watch()
+    write_back = get_memory().hicache_write_policy == "write_back"
+    pool.connect(loads, capture, frees_duplicates=write_back)
     token_bytes = pool.size_per_token, page_plan.kv_bytes_per_token(kvcache)
     warn_of_small_host_pool(pool.size, int(kvcache.size), *token_bytes)
-    kv_checks = KVChecks(runtime, pool, plan.kv)
-    new_rows, checks, layouts, eager = None, None, None, None
-    if plan.kv.layers:
-        pool.on_freed.append(kv_checks.freed)
-        pool.on_backed_up.append(kv_checks.transferred)
-        if capture is None:  # otherwise a load may recompute layers whose K and V are stored
-            pool.on_loaded.append(kv_checks.transferred)
-    if plan.codec is not None and capture is not None:
-        new_rows = partial(RecomputedRows, capture, plan.staging, plan.capture_hooks)
-        layers, codec, exchange = plan.hidden_layers, plan.codec, plan.exchange
-        checks = ServiceChecks(runtime, pool, layers, codec, projector, exchange, order)
-        pool.on_freed.append(checks.freed)
-        pool.on_backed_up.append(checks.transferred)
-    if plan.plugin is not None and plan.observer is not None:
-        together = params.tp_cache_group, ranks.world_size
-        layouts = plan.plugin.backups(plan.observer, layout, *together)
+    layouts, eager = None, None
+    if plan.plugin is not None:
+        layouts = plan.plugin.backups(layout.page, params.tp_cache_group, ranks.world_size)
     if hidden or runtime.eager:
-        free_pages = ReservablePages(allocator, plan.capture_hooks if hidden else None)
+        free_pages = ReservablePages(allocator, hooks)
     if runtime.eager:
         most = max(1, int(kvcache.size // params.page_size * _RESERVED))
-        seconds = config.recompute_ms / 1e3
-        known = methods.profile is not None
+        seconds, known = config.recompute_ms / 1e3, methods.profile is not None
         budget = SliceBudget(seconds, methods.chunk_tokens, methods.recompute, known=known)
-        l3, prefetches = runtime.l3, runtime.prefetches
-        eager = EagerLoads(
-            free_pages, pool, pipeline, loads, most, budget, l3, prefetches, new_rows
-        )
+        of_hits = most, budget, l3, runtime.prefetches, new_rows
+        eager = EagerLoads(free_pages, pool, pipeline, loads, *of_hits)
         runtime.on_weights_changed.append(eager.restores.give_all_back)
-    stages = StagePages(runtime, pool.arena, plan.pages.host, new_stage_group)
+    stages = StagePages(runtime, pool.arena, plan.host.host, new_stage_group)
     judge = partial(judge_hits, runtime, config)
-    made = partial(OwnPagesController, runtime, pool, loads, eager, stages, kv_checks, judge)
-    controller = partial(made, capture=capture, checks=checks, layouts=layouts)
-    return with_our_pool(kvcache, pool, controller)
+    stack = Stack(runtime, pool, loads, eager, stages, kv_checks, judge, capture, checks, layouts)
+    return with_our_pool(kvcache, pool, partial(OwnPagesController, stack))
+
+
+def _host_pool(runtime: Runtime, params: Any, plan: PagePlan) -> OwnPagesPool:
+    layout = plan.layout
+    return OwnPagesPool(
+        layout.kvcache,
+        params.page_size,
+        get_memory().hicache_mem_layout,
+        page_layout=layout.page,
+        pages=plan.host,
+        kv=layout.kv,
+        pin_memory=layout.kvcache.device != "cpu",
+        allocator_type=get_allocator_type(),
+        stamp=lambda page: layout.page.stamp(page, runtime.page_namespace(), runtime.writer),
+    )
 
 
 def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | None) -> None:
     """Tell namespace, metrics and log about pages; ``reason``: why no hidden states, or None."""
-    runtime.layer_methods = plan.methods
-    codec, dtype = plan.kv.codec, planes_of(kvcache, 0)[0].dtype
-    if plan.codec is not None:
-        codec, dtype = plan.codec.name, plan.codec.dtype
-        if plan.kv.layers and plan.kv.codec != codec:
-            codec += f", {plan.kv.codec} of K and V"
-    room = plan.ring_bytes * bool(plan.arriving)
-    room += sum(each.nbytes for each in (plan.rows, plan.product) if each is not None)
+    layout = plan.layout
+    runtime.layer_methods = layout.methods
+    codec, dtype = layout.kv.codec, planes_of(kvcache, 0)[0].dtype
+    if layout.codec is not None:
+        codec, dtype = layout.codec.name, layout.codec.dtype
+        if layout.kv.layers and layout.kv.codec != codec:
+            codec += f", {layout.kv.codec} of K and V"
     runtime.codec = codec
     metrics.CODEC.set(page_plan.asked_codec(runtime, dtype), codec)
-    fields = plan.fields(runtime.runner)
-    if plan.drafts:
+    fields = page_plan.namespace_fields(layout, runtime.runner)
+    if layout.kv.drafts:
         fields["draft"] = runtime.draft_digest
     runtime.use_own_pages(fields, reason)
-    mode, layout = "own pages" if plan.codec is None else "hidden mode", plan.layout
+    mode = "own pages" if layout.codec is None else "hidden mode"
     logger.info(
-        f"hcache: {mode}: {plan.methods.describe()}, {layout.page_bytes} bytes per "
-        f"{layout.page_size}-token page, codec {codec}, {plan.pages.host} host pages, "
-        f"{plan.pages.shadows} shadows, {room / 1e6:.0f} MB of device memory for restores"
+        f"hcache: {mode}: {layout.methods.describe()}, {layout.page.page_bytes} bytes per "
+        f"{layout.page.page_size}-token page, codec {codec}, {plan.host.host} host pages, "
+        f"{plan.host.shadows} shadows, {plan.device_bytes / 1e6:.0f} MB of device memory for "
+        "restores"
     )
 
 
-def _start_capture(runtime: Runtime, pool: OwnPagesPool, plan: PagePlan) -> StagedCapture:
+def _start_capture(runtime: Runtime, pool: OwnPagesPool, plan: HiddenPlan) -> StagedCapture:
     """Capture hidden states in every forward pass."""
     staging, capture = plan.staging, plan.capture(pool.arena, pool.kv_buffer)
-    plan.capture_hooks.use(capture, tokens_only=plan.recomputer is not None)
+    plan.hooks.use(capture, tokens_only=plan.recomputer is not None)
     runtime.on_weights_changed.append(capture.ledger.forget)
     size = Staging.bytes_for(staging.layers, staging.row_bytes, staging.capacity) / 1e6
     text = "hcache: capture: staging of %d tokens, %.0f MB of device memory"

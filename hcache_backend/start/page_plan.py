@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import xxhash
@@ -22,22 +22,22 @@ from hcache_backend.checks.probe import Probe
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.page import PageLayout, StoredLayer
 from hcache_backend.format.units import WHOLE, Shard
-from hcache_backend.host.segments import KVSegments, page_layout
+from hcache_backend.host.layout import Layout
+from hcache_backend.host.segments import KVSegments
 from hcache_backend.metrics import logger
-from hcache_backend.plan.restore import Partition, Restore
+from hcache_backend.plan.restore import Partition
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.paged_pool import planes_of
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Group, Refused, all_or_none
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange, shard_of_rank
-from hcache_backend.restore.layers import MOST_EXCHANGES, RestoredLayer, divided
+from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer
-from hcache_backend.restore.ring import ring_bytes
 from hcache_backend.sglang.arguments import drafted_tokens, kv_fields, packed_drafts, resolved
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.host_pool import HostPages
-from hcache_backend.sglang.runtime import Forwards, Runtime
+from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.streams import free_memory
 from hcache_kernels.codecs import Codec, UnsupportedRows, make_codec
 
@@ -51,151 +51,128 @@ _DECODE_TOKENS = 256  # larger decode steps are captured layer by layer; staging
 _UNENCODABLE_SHARE = 0.1
 
 
-@dataclass
+@dataclass(frozen=True)
 class PagePlan:
-    """Layout and number of own pages, and what hidden states pass through."""
+    """Own pages of this server: their layout, and the memory that was found for them."""
 
-    kvcache: Any
-    methods: Restore
-    shard: Shard  # part of a page that this rank holds
-    groups: int  # of heads, that K and V of a page divide into, over all ranks
-    _: KW_ONLY
-    kv_codec: str = "none"
-    plugin: Krul | None = None  # divides pages and encodes K and V in the place of kv_codec
-    runner: Any = None  # SGLang's ModelRunner; for capture, like layers
-    layers: tuple[AttentionLayer, ...] = ()  # of this stage
-    codec: Codec | None = None  # of hidden states; None: K and V only, no layer is captured
+    layout: Layout
+    host: HostPages
+    plugin: Krul | None = None  # divides the pages of each node; None: all are alike
     recomputer: Recomputer | None = None  # None: layers cannot or need not be recomputed
-    exchange: Exchange | None = None  # of ranks that share a page's tokens; None: pages are whole
-    drafts: Sequence[Any] = ()  # pools of draft layers whose K and V are layers of the pages, too
-    hooks: HiddenCapture | None = None  # those that CUDA graphs were recorded with, if any
-    host_share: float = 1.0  # of --hicache-size for these pages; side pools get the rest
-    forwards: Forwards = field(default_factory=Forwards)
-    # Shows the plug-in the model, by which it divides each node; None: all are alike.
-    observer: Recomputer | None = field(init=False, default=None)
-    kv: KVSegments = field(init=False)
-    layout: PageLayout = field(init=False)
-    pages: HostPages = field(init=False)  # from find_room
-    staging: Staging = field(init=False)  # of captured rows, likewise
-    # Memory of a projection on a GPU, from take_projections, so that restores take none in service:
-    # decoded rows, and their product. None: rows are not encoded, or it runs on a CPU.
-    rows: torch.Tensor | None = field(init=False, default=None)
-    product: torch.Tensor | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        tokens, stored = int(self.kvcache.page_size), self.methods.layers("kv")
-        if self.plugin is not None:
-            self.kv = self.plugin.segments(self.kvcache, stored, tokens, self.groups)
-        else:
-            how = self.shard, self.groups, self.kv_codec, self.drafts
-            self.kv = KVSegments(self.kvcache, stored, tokens, *how)
-        self.layout = page_layout(tokens, self.methods, self.kv, self.codec, self.shard)
-
-    @cached_property
-    def capture_hooks(self) -> HiddenCapture:
-        """Hooks that capture hidden states: those of recorded CUDA graphs, or new ones. From the
-        first access the model has them, and only projections are watched."""
-        layers = self.hidden_layers
-        hooks = self.hooks or HiddenCapture([(layer.module, ()) for layer in layers])
-        hooks.watch_only(layer.projection for layer in layers)
-        hooks.staging, self.forwards.capture = self.staging, hooks
-        return hooks
 
     @property
-    def arriving(self) -> list[range]:
-        """Groups of layers that pass through the ring of restores together."""
-        if self.kv.shares_tokens:
-            return [*divided(self.kv.layers, MOST_EXCHANGES)]
-        return [range(layer, layer + 1) for layer in self.methods.layers("hidden")]
-
-    @property
-    def ring_bytes(self) -> int:
-        """Device memory of the ring of restores, at least 1."""
-        return ring_bytes(self.layout, self.methods.chunk_tokens, self.arriving)
-
-    @property
-    def hidden_layers(self) -> list[AttentionLayer]:
-        return [self.layers[index] for index in self.methods.layers("hidden")]
-
-    def fields(self, runner: Any) -> dict[str, object]:
-        """Fields of the namespace of these pages besides the weights. ``runner``: SGLang's."""
-        fields: dict[str, object] = {
-            "kind": "own",
-            "partition": list(self.methods.methods),
-            "first_layer": self.kvcache.start_layer,
-            "layout": self.layout.form,
-        }
-        if self.kv.layers:
-            fields |= kv_fields(runner)
-        if self.codec is not None:
-            fields["codec"] = self.codec.name
-        ranks = attention_ranks()
-        if not self.kv.layers or self.kv.latent or self.layout.shard.of == ranks.world_size:
-            fields["any_ranks"] = True
-        else:  # K and V are of a rank's own heads, which are no shard
-            fields["tp"] = [ranks.rank_in_group, ranks.world_size]
-        return fields
+    def device_bytes(self) -> int:
+        """Device memory of restores."""
+        return self.layout.ring_bytes
 
     def restored_layers(self, projector: Projector) -> list[RestoredLayer]:
         """How each layer comes back."""
-
-        def fill(
-            layer: AttentionLayer, _: range, segments: torch.Tensor, *where: torch.Tensor
-        ) -> None:
-            """:data:`.Fill`; ``where``: positions and slots."""
-            assert self.codec is not None
-            rows = self.codec.decode(segments.view(-1, self.codec.row_bytes), self.rows)
-            projector.project_to_pool(layer, rows, *where, product=self.product)
-
-        restored = [RestoredLayer("recompute")] * len(self.layout.segment_bytes)
-        for layer in self.hidden_layers:
-            restored[layer.index] = RestoredLayer("hidden", partial(fill, layer))
-        for index in self.kv.layers:
-            restored[index] = self.kv.restored_layer(index)
+        restored = [RestoredLayer("recompute")] * len(self.layout.page.segment_bytes)
+        for index in self.layout.kv.layers:
+            restored[index] = self.layout.kv.restored_layer(index)
         return restored
-
-    def capture(self, arena: Arena, memory: torch.Tensor) -> StagedCapture:
-        """Capture of hidden states into the pages of ``arena``, whose bytes are ``memory``."""
-        assert self.codec is not None
-        segments = [layer.index for layer in self.hidden_layers]
-        return StagedCapture(arena, memory, self.staging, segments, self.codec)
 
     def pipeline(
         self, memory: torch.Tensor, projector: Projector, order: CollectiveOrder | None
     ) -> RestorePipeline:
         """Restores of these pages, whose bytes are ``memory``."""
-        layers, most = self.restored_layers(projector), self.methods.chunk_tokens
-        device, exchange = self.kvcache.device, self.exchange
-        return RestorePipeline(memory, self.layout, layers, most, device, exchange, order)
+        layout, layers = self.layout, self.restored_layers(projector)
+        most, device = layout.methods.chunk_tokens, layout.kvcache.device
+        return RestorePipeline(memory, layout.page, layers, most, device, layout.exchange, order)
 
-    def find_room(self) -> None:
-        """Divide host memory, and take staging for capture; Refused without room."""
-        memory, codec, device = get_memory(), self.codec, self.kvcache.device
-        size, ratio = memory.hicache_size * self.host_share, memory.hicache_ratio
-        given = self.kvcache, self.layout, size, ratio, host_memory_budget_bytes()
-        self.pages = plan_host_pages(*given, with_shadows=codec is not None)
-        if codec is not None:
-            recorded = self.hooks.staging if self.hooks is not None else None
-            hidden = len(self.methods.layers("hidden")), codec.hidden_size, codec.dtype
-            self.staging = recorded or take_staging(self.runner, *hidden, device)
-        # Try the ring's room: freed memory stays in torch's cache until it is needed.
-        try:
-            torch.empty(self.ring_bytes, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError as error:
-            raise Refused(f"no device memory for restores: {error}") from None
 
-    def take_projections(self, projector: Projector) -> None:
-        """Take device memory of projections by ``projector``; Refused without room."""
-        codec, device = self.codec, torch.device(self.kvcache.device)
-        if codec is None or device.type != "cuda":
-            return
-        taken = partial(torch.empty, dtype=codec.dtype, device=device)
-        tokens = max(self.methods.chunk_tokens, self.layout.page_size)
-        try:
-            self.rows = None if codec.is_view else taken((tokens, codec.hidden_size))
-            self.product = taken(tokens * projector.product_columns)
-        except torch.OutOfMemoryError as error:
-            raise Refused(f"no device memory for projections: {error}") from None
+class ProjectionMemory(NamedTuple):
+    """Device memory of one projection on a GPU, so that restores take none in service."""
+
+    rows: torch.Tensor | None = None  # decoded, [tokens, hidden]; None: rows are not encoded
+    product: torch.Tensor | None = None  # flat, of K and V of the widest layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenPlan(PagePlan):
+    """The same with hidden states. They are captured by ``hooks``, and pass through ``staging``."""
+
+    staging: Staging
+    hooks: HiddenCapture
+    projection: ProjectionMemory
+
+    @property
+    def codec(self) -> Codec:
+        assert self.layout.codec is not None
+        return self.layout.codec
+
+    @property
+    def device_bytes(self) -> int:
+        taken = sum(each.nbytes for each in self.projection if each is not None)
+        return super().device_bytes + taken
+
+    def restored_layers(self, projector: Projector) -> list[RestoredLayer]:
+        def fill(
+            layer: AttentionLayer, _: range, segments: torch.Tensor, *where: torch.Tensor
+        ) -> None:
+            """:data:`.Fill`; ``where``: positions and slots."""
+            rows, product = self.projection
+            rows = self.codec.decode(segments.view(-1, self.codec.row_bytes), rows)
+            projector.project_to_pool(layer, rows, *where, product=product)
+
+        restored = super().restored_layers(projector)
+        for layer in self.layout.hidden_layers:
+            restored[layer.index] = RestoredLayer("hidden", partial(fill, layer))
+        return restored
+
+    def capture(self, arena: Arena, memory: torch.Tensor) -> StagedCapture:
+        """Capture of hidden states into the pages of ``arena``, whose bytes are ``memory``."""
+        segments = [layer.index for layer in self.layout.hidden_layers]
+        return StagedCapture(arena, memory, self.staging, segments, self.codec)
+
+
+def find_room(layout: Layout, host_share: float = 1.0) -> HostPages:
+    """Divide host memory; raises Refused without room there, or for restores on the device.
+    ``host_share``: of --hicache-size for these pages; side pools get the rest."""
+    memory, device = get_memory(), layout.kvcache.device
+    size, ratio = memory.hicache_size * host_share, memory.hicache_ratio
+    given = layout.kvcache, layout.page, size, ratio, host_memory_budget_bytes()
+    host = plan_host_pages(*given, with_shadows=layout.codec is not None)
+    # Freed memory stays in torch's cache until it is needed.
+    try:
+        torch.empty(layout.ring_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise Refused(f"no device memory for restores: {error}") from None
+    return host
+
+
+def projection_memory(layout: Layout, codec: Codec, projector: Projector) -> ProjectionMemory:
+    """Memory for the longest projection, none on a CPU; Refused without room."""
+    device = torch.device(layout.kvcache.device)
+    if device.type != "cuda":
+        return ProjectionMemory()
+    taken = partial(torch.empty, dtype=codec.dtype, device=device)
+    tokens = max(layout.methods.chunk_tokens, layout.page.page_size)
+    try:
+        rows = None if codec.is_view else taken((tokens, codec.hidden_size))
+        return ProjectionMemory(rows, taken(tokens * projector.product_columns))
+    except torch.OutOfMemoryError as error:
+        raise Refused(f"no device memory for projections: {error}") from None
+
+
+def namespace_fields(layout: Layout, runner: Any) -> dict[str, object]:
+    """Fields of the namespace of pages besides the weights. ``runner``: SGLang's."""
+    fields: dict[str, object] = {
+        "kind": "own",
+        "partition": list(layout.methods.methods),
+        "first_layer": layout.kvcache.start_layer,
+        "layout": layout.page.form,
+    }
+    if layout.kv.layers:
+        fields |= kv_fields(runner)
+    if layout.codec is not None:
+        fields["codec"] = layout.codec.name
+    ranks = attention_ranks()
+    if not layout.kv.layers or layout.kv.latent or layout.page.shard.of == ranks.world_size:
+        fields["any_ranks"] = True
+    else:  # K and V are of a rank's own heads, which are no shard
+        fields["tp"] = [ranks.rank_in_group, ranks.world_size]
+    return fields
 
 
 def make_exchange(what: str, rows: Sequence[torch.Tensor], page_size: int) -> Exchange | None:

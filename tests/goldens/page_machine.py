@@ -23,12 +23,12 @@ import torch
 
 from hcache_backend.capture.staging import stored_rows
 from hcache_backend.config import KrulOption, parse_config
-from hcache_backend.host.segments import head_groups, shard_of_heads
+from hcache_backend.host.layout import Layout
+from hcache_backend.host.segments import KVSegments, head_groups, shard_of_heads
 from hcache_backend.krul.plugin import Krul
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.sglang.runtime import Runtime, Weights
 from hcache_backend.start import page_plan
-from hcache_backend.start.page_plan import PagePlan
 from hcache_backend.store import PageStore
 from hcache_kernels.codecs import make_codec
 from hcache_kernels.staging import save_rows
@@ -119,21 +119,21 @@ class Machine:
         kvcache = device_pool(kind, rank)
         methods = Restore(None, None, Partition(*kind.partition), chunk_tokens=4 * kind.page)
         shard = shard_of_heads(rank, kind.ranks)
-        how = methods, shard, head_groups(None, shard, kind.ranks)
-        codec: dict[str, Any] = {"kv_codec": kind.codec}
+        groups = head_groups(None, shard, kind.ranks)
+        of_layers, codec = (kvcache, methods.layers("kv"), kind.page), None
         if kind.pairs:
-            ratio = 2 * len(kind.pairs) / sum(kind.partition)
-            codec["plugin"] = Krul(KrulOption(ratio=ratio))
+            krul = Krul(KrulOption(ratio=2 * len(kind.pairs) / sum(kind.partition)))
+            kv: KVSegments = krul.segments(*of_layers, groups)
+        else:
+            kv = KVSegments(*of_layers, shard, groups, kind.codec)
         if kind.partition[1]:
-            self.codec = codec["codec"] = make_codec(kind.hidden, HIDDEN, kind.dtype)
-            unused = ("recomputer", "exchange", "hooks", "runner")
-            codec |= {"layers": (), **dict.fromkeys(unused)}
-        self.plan: Any = PagePlan(kvcache, *how, **codec)
-        layout = cast(Any, self.plan.layout)
+            self.codec = codec = make_codec(kind.hidden, HIDDEN, kind.dtype)
+        self.pages = Layout(kvcache, methods, shard, kv, codec=codec)
+        layout = cast(Any, self.pages.page)
         self.layout = layout.with_pairs(kind.pairs) if kind.pairs else layout
         ranks = SimpleNamespace(rank_in_group=rank, world_size=kind.ranks)
         page_plan.attention_ranks = lambda: ranks
-        self.fields = runtime.page_fields = self.plan.fields(runtime.runner)
+        self.fields = runtime.page_fields = page_plan.namespace_fields(self.pages, runtime.runner)
         self.namespace = runtime.page_namespace()
         self.memory = torch.zeros((1, self.layout.page_bytes), dtype=torch.uint8)
         self._fill()
@@ -144,7 +144,7 @@ class Machine:
         layout.begin_header(page, self.namespace, WRITER)
         layout.positions(page)[:] = np.arange(self.kind.page) + SECOND_PAGE * self.kind.page
         layout.token_ids(page)[:] = np.arange(self.kind.page) * 7 + 100
-        hidden = self.plan.methods.layers("hidden")
+        hidden = self.pages.methods.layers("hidden")
         if hidden:
             rows = values(3, len(hidden), self.kind.page, HIDDEN).to(self.kind.dtype)
             marks = torch.zeros(rows.shape[:2], dtype=torch.int64)
@@ -154,10 +154,10 @@ class Machine:
                 where = segments[part], self.kind.page, layout.kept
                 save_rows(stored, slots, table, self.memory, *where)
             assert not marks.any()
-        if self.plan.kv.layers:
+        if self.pages.kv.layers:
             slots = torch.arange(self.kind.page) + SECOND_PAGE * self.kind.page
             first = torch.zeros(1, dtype=torch.int64)
-            fits = self.plan.kv.save(layout, self.memory, first, slots)
+            fits = self.pages.kv.save(layout, self.memory, first, slots)
             assert fits is None or fits.all()
         layout.seal(page, KEY)
 

@@ -16,7 +16,7 @@ from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.prefetch import Prefetches
 from hcache_backend.restore.pipeline import RestorePipeline
-from hcache_backend.sglang.controller import OwnPagesController
+from hcache_backend.sglang.controller import OwnPagesController, Stack
 from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool
 from tests.kit.turns import turn_of_checks
 
@@ -168,18 +168,19 @@ def bare_controller(
     for name in lacking:
         setattr(pool, name, None)
     with patch.object(HybridCacheController, "__init__", lambda *_, **__: None):
-        made: Any = OwnPagesController(
-            runtime,
-            pool,
-            loads,
-            eager,
-            stages,
-            kv_checks or nothing,
-            lambda name: None,
+        stack = Stack(
+            runtime=runtime,
+            pool=pool,
+            loads=loads,
+            eager=eager,
+            stages=stages,
+            kv_checks=kv_checks or nothing,
+            judge=lambda name: None,
             capture=capture,
             checks=checks,
             layouts=layouts,
         )
+        made: Any = OwnPagesController(stack)
     usual = {
         "prefix": lambda: torch.empty(0, dtype=torch.int64),
         "write_queue": [],

@@ -16,7 +16,7 @@ from hcache_backend.config import KrulOption
 from hcache_backend.krul import pairs as layer_pairs
 from hcache_backend.krul import plugin as module
 from hcache_backend.krul.pairs import CodedPair, PairSums
-from hcache_backend.krul.plugin import NodePairs
+from hcache_backend.krul.plugin import Krul, NodePairs
 from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.streams import CallerStream, Stream
 from tests.engine.in_process.encoded_kv.test_pairs import LAYERS, plan_of
@@ -106,10 +106,11 @@ class Forwards(CallerStream):
 
 
 def node_pairs(model: Any, group: Any = None, *, ranks: int = 1) -> NodePairs:
-    plan = plan_of(KrulOption(error=2, ratio=0.34, gamma=0.5))
-    plugin: Any = plan.plugin
-    layout = plugin.choose_pairs(plan.kv, plan.layout, slots_of(1, 2, 3), None)
-    pairs: NodePairs = plugin.backups(model, layout, group, ranks)
+    plugin = Krul(KrulOption(error=2, ratio=0.34, gamma=0.5))
+    plan, plugin.observer = plan_of(plugin), model
+    layout = plugin.choose_pairs(plan.kv, plan.page, slots_of(1, 2, 3), None)
+    pairs = plugin.backups(layout, group, ranks)
+    assert pairs is not None
     return pairs
 
 

@@ -9,6 +9,7 @@ import torch
 from hcache_backend.checks.round_trip import check_lossy
 from hcache_backend.config import HCacheConfig, KrulOption
 from hcache_backend.format.units import WHOLE
+from hcache_backend.host.layout import Layout
 from hcache_backend.krul.pair_forms import PAIR_FORMS
 from hcache_backend.krul.pairs import CodedPair
 from hcache_backend.krul.plugin import Krul
@@ -16,7 +17,7 @@ from hcache_backend.krul.segments import PairedLayout
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.ranks import Refused
 from hcache_backend.start import build, capabilities
-from hcache_backend.start.page_plan import PagePlan, page_plugin
+from hcache_backend.start.page_plan import page_plugin
 from tests.engine.in_process.encoded_kv.test_service import by_reference
 from tests.engine.in_process.encoded_kv.test_start import bare_start, try_copies
 from tests.kit.host import DEVICE_PAGES, PAGE, Host, bits, checked, compare_all, kv_pool, slots_of
@@ -96,12 +97,13 @@ def test_a_page_that_does_not_say_which_layers_share_slots_is_not_loaded() -> No
     assert server.pool.settled(pages[:1]) and not server.pool.settled(pages)
 
 
-def plan_of(option: KrulOption | None = None) -> PagePlan:
+def plan_of(plugin: Krul | None = None) -> Layout:
     """Of six layers; by default two of the three pairs share slots."""
     device = kv_pool(layers=LAYERS)
     methods = Restore(None, None, Partition(0, 0, LAYERS), chunk_tokens=8192)
-    plugin = Krul(option or KrulOption(ratio=0.7))
-    return PagePlan(device, methods, WHOLE, 1, kv_codec="krul", plugin=plugin)
+    plugin = plugin or Krul(KrulOption(ratio=0.7))
+    kv = plugin.segments(device, range(LAYERS), device.page_size, 1)
+    return Layout(device, methods, WHOLE, kv)
 
 
 def test_copies_are_tried_in_every_form() -> None:
@@ -131,7 +133,7 @@ PAIR, TWO = ((1, 4),), ((1, 4), (0, 3))
 EVERY = 15
 
 
-def alike(plan: PagePlan, first: int, second: int) -> None:
+def alike(plan: Layout, first: int, second: int) -> None:
     for planes in (plan.kvcache.k_buffer, plan.kvcache.v_buffer):
         planes[second].copy_(planes[first] * 1.5)
 
@@ -149,10 +151,10 @@ def alike(plan: PagePlan, first: int, second: int) -> None:
 def test_pairs_that_are_named_and_change_little_are_merged(
     option: dict[str, Any], mergeable: int, pairs: tuple[CodedPair, ...]
 ) -> None:
-    plan = plan_of(KrulOption(**{"ratio": 0.7, **option}))
+    plugin = Krul(KrulOption(**{"ratio": 0.7, **option}))
+    plan = plan_of(plugin)
     alike(plan, 1, 4)
-    plugin: Any = plan.plugin
-    layout = plugin.choose_pairs(plan.kv, plan.layout, slots_of(1, 2, 3), None)
+    layout = plugin.choose_pairs(plan.kv, plan.page, slots_of(1, 2, 3), None)
     check_lossy(plan.kv, layout, slots_of(1, 2, 3), plugin.allowed_change)
     assert layout.pairs == pairs
     assert len(plugin.choice.mergeable) == mergeable
@@ -167,10 +169,10 @@ def test_pairs_that_are_named_and_change_little_are_merged(
     ],
 )
 def test_impossible_pairs_are_refused(pairs: tuple[tuple[int, int], ...], why: str) -> None:
-    plan = plan_of(KrulOption(ratio=0.7, pairs=pairs))
-    plugin: Any = plan.plugin
+    plugin = Krul(KrulOption(ratio=0.7, pairs=pairs))
+    plan = plan_of(plugin)
     with pytest.raises(Refused, match=why):
-        plugin.choose_pairs(plan.kv, plan.layout, slots_of(1), None)
+        plugin.choose_pairs(plan.kv, plan.page, slots_of(1), None)
 
 
 def test_only_its_codec_loads_the_plugin() -> None:
@@ -194,11 +196,11 @@ def test_a_model_that_keeps_something_of_each_batch_is_not_asked(
             raise Refused(problem[0])
 
     for refused, broken in (("LoRA adapters", None), (None, "no memory"), (None, None)):
-        plan = plan_of()
+        plugin = Krul(KrulOption(ratio=0.7))
         problem[:] = [broken] if broken else []
-        monkeypatch.setattr(plan.plugin, "try_model", try_model)
+        monkeypatch.setattr(plugin, "try_model", try_model)
         monkeypatch.setattr(capabilities, "refusal", lambda *_, refused=refused: refused)
-        served._look_at_model(plan, slots_of(1))
-        assert plan.observer is (None if refused or broken else recomputer)
+        served._look_at_model(plan_of(plugin), plugin, slots_of(1))
+        assert plugin.observer is (None if refused or broken else recomputer)
     for why in ("LoRA adapters", "no memory"):
         assert f"all pages have one layout: {why}" in caplog.text

@@ -13,13 +13,13 @@ from hcache_backend.checks.round_trip import check_copies
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE
+from hcache_backend.host.layout import Layout
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.ranks import Refused
 from hcache_backend.sglang.host_pool import HostPages
 from hcache_backend.start.build import Start
 from hcache_backend.start.page_plan import (
-    PagePlan,
     choose_codec,
     encoded_share,
     kv_codec,
@@ -35,13 +35,14 @@ def pool_for(codec: str) -> Any:
     return kv_pool(page=2 * PAGE if codec == "exp3" else PAGE)
 
 
-def plan_of(device: Any, codec: str) -> PagePlan:
+def plan_of(device: Any, codec: str) -> Layout:
     methods = Restore(None, None, Partition(0, 0, device.layer_num), chunk_tokens=8192)
-    return PagePlan(device, methods, WHOLE, 1, kv_codec=codec)
+    kv = KVSegments(device, range(device.layer_num), device.page_size, WHOLE, 1, codec)
+    return Layout(device, methods, WHOLE, kv)
 
 
 def try_copies(plan: Any) -> None:
-    for layout in plan.layout.variants:
+    for layout in plan.page.variants:
         check_copies(layout, plan.kv)
 
 
@@ -137,26 +138,19 @@ def test_an_encoder_that_never_fits_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert counted == []
 
 
-def tried(device: Any, codec: str, roomy: list[str] | None = None) -> str:
+def tried(device: Any, codec: str) -> str:
     """The codec of K and V that a start ends with; the model has written three pages and a part of
-    one. Codecs of plans that looked for room are added to ``roomy``."""
-
-    class Plan(PagePlan):
-        def find_room(self) -> None:
-            (roomy if roomy is not None else []).append(self.kv_codec)
-
-    plain, written = plan_of(device, codec), slots_of(1, 2, 3, 4)[:-3]
-    plan = Plan(device, plain.methods, WHOLE, 1, kv_codec=codec)
-    return str(bare_start()._tried(plan, lambda: written).kv.codec)
+    one."""
+    written = slots_of(1, 2, 3, 4)[:-3]
+    layouts = plan_of(device, codec), plan_of(device, "none")
+    return bare_start()._proven(*layouts, lambda: written).kv.codec
 
 
 def test_own_pages_without_a_codec_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     broken_encoder(monkeypatch)
-    roomy: list[str] = []
-    assert tried(kv_pool(), "exp4", roomy) == "none"
+    assert tried(kv_pool(), "exp4") == "none"
     monkeypatch.undo()
-    assert [tried(pool_for(codec), codec, roomy) for codec in SEGMENT_CODECS] == [*SEGMENT_CODECS]
-    assert roomy == ["none", *SEGMENT_CODECS]
+    assert [tried(pool_for(codec), codec) for codec in SEGMENT_CODECS] == [*SEGMENT_CODECS]
     monkeypatch.setattr(KVSegments, "save", lambda *_: None)
     with pytest.raises(Refused, match="K or V of layer 0 come back"):
         tried(kv_pool(), "exp4")

@@ -19,6 +19,7 @@ from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE
+from hcache_backend.host.layout import Layout
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.ranks import Refused
@@ -26,7 +27,6 @@ from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start import page_plan
 from hcache_backend.start.page_plan import (
-    PagePlan,
     kv_bytes_per_token,
     plan_host_pages,
     take_staging,
@@ -291,11 +291,14 @@ def test_scales_of_fp8_tell_own_and_plain_pages_apart(
     )
     attention = runtime.runner.model.attention = RadixAttention(4, 8, 1.0, 4, layer_id=0)
     methods = Restore(None, None, Partition(0, 0, LAYERS), chunk_tokens=64)
-    plan = PagePlan(kv_pool(4, 8, dtype=torch.float8_e4m3fn), methods, WHOLE, 1)
+    kvcache = kv_pool(4, 8, dtype=torch.float8_e4m3fn)
+    kv = KVSegments(kvcache, range(LAYERS), kvcache.page_size, WHOLE, 1)
+    layout = Layout(kvcache, methods, WHOLE, kv)
     plain, own = mha("page_first"), set()
     for scale, found in ((None, 0), (1.5, 0), (2.0, 0), (1.5, 1), (None, 1)):
         attention.k_scale = attention.v_scale = scale
-        own.add(runtime.namespace_of(runtime.weights, **plan.fields(runtime.runner)))
+        fields = page_plan.namespace_fields(layout, runtime.runner)
+        own.add(runtime.namespace_of(runtime.weights, **fields))
         with opened(tmp_path, plain, PoolName.KV) as storage:
             assert storage.batch_exists(KEYS[:1]) == found
             storage.batch_set_v1(KEYS[:1], pages(plain, 0, 1))

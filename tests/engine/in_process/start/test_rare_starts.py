@@ -234,13 +234,8 @@ def test_no_room_for_staging_is_a_refusal(monkeypatch: MonkeyPatch) -> None:
 
 
 def test_no_room_for_restores_is_a_refusal(monkeypatch: MonkeyPatch) -> None:
-    plan: Any = SimpleNamespace(
-        methods=SimpleNamespace(chunk_tokens=4),
-        codec=None,
-        layout=None,
-        ring_bytes=1,
-        kvcache=SimpleNamespace(device="cpu"),
-        host_share=1.0,
+    layout: Any = SimpleNamespace(
+        codec=None, page=None, ring_bytes=1, kvcache=SimpleNamespace(device="cpu")
     )
     memory = SimpleNamespace(hicache_size=1, hicache_ratio=2.0)
     monkeypatch.setattr(page_plan, "get_memory", lambda: memory)
@@ -248,7 +243,7 @@ def test_no_room_for_restores_is_a_refusal(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(page_plan, "plan_host_pages", lambda *_, with_shadows: None)
     monkeypatch.setattr(page_plan.torch, "empty", NONE_LEFT)
     with pytest.raises(Refused, match="no device memory for restores: none left"):
-        page_plan.PagePlan.find_room(plan)
+        page_plan.find_room(layout)
 
 
 def test_projections_on_a_gpu_have_memory_of_their_own(monkeypatch: MonkeyPatch) -> None:
@@ -263,17 +258,13 @@ def test_projections_on_a_gpu_have_memory_of_their_own(monkeypatch: MonkeyPatch)
     projector: Any = SimpleNamespace(product_columns=12)
 
     def plan(device: str, *, is_view: bool = False, page_size: int = 4) -> Any:
-        codec = SimpleNamespace(dtype=torch.float16, hidden_size=8, is_view=is_view)
-        found: Any = SimpleNamespace(
+        codec: Any = SimpleNamespace(dtype=torch.float16, hidden_size=8, is_view=is_view)
+        layout: Any = SimpleNamespace(
             methods=SimpleNamespace(chunk_tokens=10),
-            layout=SimpleNamespace(page_size=page_size),
+            page=SimpleNamespace(page_size=page_size),
             kvcache=SimpleNamespace(device=device),
-            codec=codec,
-            rows=None,
-            product=None,
         )
-        page_plan.PagePlan.take_projections(found, projector)
-        return found.rows, found.product
+        return page_plan.projection_memory(layout, codec, projector)
 
     assert plan("cpu") == (None, None) and not taken
     assert plan("cuda:1") == ((10, 8), 120)
