@@ -7,9 +7,11 @@ spec, or by its attention module."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import starmap
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -241,13 +243,13 @@ def check_recompute(
     *,
     other_attention: bool = False,
 ) -> Recomputed:
-    """Recompute the probe's tokens, and once more their second half after the first. Nothing may be
-    allocated yet: other slots of the pool are overwritten too. There are more tokens than in the
-    probe, so that leftovers of its batch would show. Raises Refused if it fails, or not even the
-    first layer is exact enough. ``run_again`` runs prompts of these lengths that begin as the probe
-    does, the first tokens in a pass of their own; it returns the slots of each. There is room for
-    ``most_requests``. ``other_attention``: in these passes another backend attends, which the
-    recomputer has. What it writes is compared with the probe, and recomputations with that."""
+    """Recompute the probe's tokens, and once more their second half after the first: more tokens
+    than in the probe, so that leftovers of its batch would show. Nothing may be allocated yet, for
+    other slots of the pool are overwritten. Raises Refused if it fails, or not even the first layer
+    is exact enough. ``run_again`` runs prompts of these lengths that begin as the probe does, the
+    first tokens in a pass of their own; it returns the slots of each, at most ``most_requests``.
+    ``other_attention``: in these passes another backend attends, which the recomputer has. What it
+    writes is compared with the probe, and recomputations with that."""
     slots, tokens, half = probe.slots, len(probe.slots), len(probe.slots) // 2
     dtype, pool, size = probe.hidden[0].dtype, PagedPool(kvcache), kvcache.page_size
 
@@ -263,9 +265,6 @@ def check_recompute(
         """Part by part: among many values the few that differ would not show."""
         return [exactness(at, part) for part in halves]
 
-    def by_layer(runs: Sequence[list[KVExactness]]) -> list[KVExactness]:
-        return [worst(layer) for layer in zip(*runs, strict=True)]
-
     wanted = written(slots)
     # Whole pages from the pool's last slots on; the probe's are its first.
     first = (kvcache.size - tokens) // size * size
@@ -273,44 +272,73 @@ def check_recompute(
     if int(slots.max()) >= first:
         raise Refused("the KV pool is too small to try recomputation")
     buffers = [plane for layer in range(kvcache.layer_num) for plane in planes_of(kvcache, layer)]
-    held = [buffer[slots] for buffer in buffers]
     ids, none = probe.token_ids.numpy(force=True), slots[:0]
-    before = others[:half]
-    spans = [TokenSpan(ids, none), TokenSpan(ids[:half], none), TokenSpan(ids[half:], before)]
-    where = torch.cat((slots, others))
-    halves = slice(half), slice(half, tokens)
-    # A shorter prompt, as in a chunk, a larger batch, and prompts as long as the spans; at last one
-    # in two chunks, whose attention sums in another order.
-    prompts = ([half], 0), ([tokens] * 2, 0), ([tokens, half, half], 0), ([tokens], half)
-    most = most_requests - 1  # the last prompt is longer if there is no room for more
-    judged = []
-    try:
+    second = TokenSpan(ids[half:], others[:half])
+    spans, where = [TokenSpan(ids, none), TokenSpan(ids[:half], none), second], (slots, others)
+    halves, judged = (slice(half), slice(half, tokens)), []
+    with kept(buffers, slots), refusing():  # later checks compare with what the model wrote
         if other_attention:
             [at] = run_again([tokens], 0)
             bound = Bound.of_kernel(pool.dtype)
-            judged.append((bound, "by the other attention backend", by_layer(halves_of(at))))
+            judged.append((bound, "by the other attention backend", _by_layer(halves_of(at))))
             wanted = written(at)
-        own = by_layer([
-            exactness(at, part)
-            for asked, seen in prompts
-            for at in run_again([*asked[:most], sum(asked[most:])] if asked[most:] else asked, seen)
-            for part in halves[: len(at) // half]
-        ])  # fmt: skip
+        runs = starmap(run_again, _prompts(tokens, most_requests))
+        parts = ((at, part) for each in runs for at in each for part in halves[: len(at) // half])
+        own = _by_layer(starmap(exactness, parts))
         for buffer in buffers:
             buffer[slots] = 0
         # On the stream of service; nothing is served yet, so the host may wait.
         forwards = recomputer.stream()
         current_stream(slots.device).record().synchronize()
-        forwards.run(lambda: recomputer.recompute(len(probe.layers), where, spans))
+        forwards.run(lambda: recomputer.recompute(len(probe.layers), torch.cat(where), spans))
         forwards.record().synchronize()
-        recomputed = by_layer([*halves_of(slots), *halves_of(others)])
-    except Exception as error:  # a model's own code, with an unusual batch
-        raise Refused(f"{type(error).__name__}: {error}") from None
+        recomputed = _by_layer([*halves_of(slots), *halves_of(others)])
+    judged.append((Bound.of_pass(pool.dtype), "recomputed", recomputed))
+    return _exact_layers(probe, judged, own)
+
+
+@contextmanager
+def kept(buffers: Sequence[torch.Tensor], rows: torch.Tensor) -> Iterator[None]:
+    """Behind the block ``buffers`` have the ``rows`` (int64 ``[n]``) that they had before it."""
+    held = [buffer[rows] for buffer in buffers]
+    try:
+        yield
     finally:
-        for buffer, rows in zip(buffers, held, strict=True):
-            buffer[slots] = rows  # later checks compare with what the model itself wrote
+        for buffer, content in zip(buffers, held, strict=True):
+            buffer[rows] = content
+
+
+@contextmanager
+def refusing(what: str = "") -> Iterator[None]:
+    """Errors are Refused: of a model's own code with an unusual batch, of a kernel that cannot be
+    compiled, of memory that is not there. ``what`` begins the reason."""
+    try:
+        yield
+    except Exception as error:
+        raise Refused(f"{what}{type(error).__name__}: {error}") from None
+
+
+def _by_layer(runs: Iterable[list[KVExactness]]) -> list[KVExactness]:
+    return [worst(layer) for layer in zip(*runs, strict=True)]
+
+
+def _prompts(tokens: int, most_requests: int) -> Iterator[tuple[list[int], int]]:
+    """Lengths of prompts that run at once, and of their first tokens in a pass of their own: a
+    shorter prompt, as in a chunk, a larger batch, and prompts as long as the spans; at last one in
+    two chunks, whose attention sums in another order."""
+    half, most = tokens // 2, most_requests - 1
+    prompts = ([half], 0), ([tokens] * 2, 0), ([tokens, half, half], 0), ([tokens], half)
+    for asked, first in prompts:  # the last prompt is longer if there is no room for more
+        yield [*asked[:most], sum(asked[most:])] if asked[most:] else asked, first
+
+
+def _exact_layers(
+    probe: Probe, judged: Sequence[tuple[Bound, str, list[KVExactness]]], own: list[KVExactness]
+) -> Recomputed:
+    """The first layers that are as exact as the model's ``own`` passes; raises Refused if it is
+    none. ``judged``: bounds and findings by layer, those of recomputed rows at the end."""
     layers, problem, beside = len(own), None, "; the model at other batch sizes"
-    for bound, what, found in (*judged, (Bound.of_pass(pool.dtype), "recomputed", recomputed)):
+    for bound, what, found in judged:
         pairs = zip(found[:layers], own, strict=False)
         good = [ours.as_good_as(models, bound) for ours, models in pairs]
         if False in good:
@@ -319,6 +347,7 @@ def check_recompute(
             problem = f"{name} {what}: {found[layers]}{beside}: {own[layers]}"
     if not layers:
         raise Refused(str(problem))
+    recomputed = judged[-1][2]
     described = f"{together(recomputed[:layers])}{beside} {together(own[:layers])}"
     return Recomputed(layers, described, problem)
 

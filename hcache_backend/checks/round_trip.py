@@ -14,7 +14,7 @@ import torch
 
 from hcache_backend.arena import NOT_ENCODABLE, Arena, Ids
 from hcache_backend.checks.comparison import difference, equal, of_kv, projected_difference
-from hcache_backend.checks.probe import PROBE_TOKENS, given
+from hcache_backend.checks.probe import PROBE_TOKENS, given, kept, refusing
 from hcache_backend.format.envelope import NAMESPACE_BYTES, WRITER_BYTES
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import Shard
@@ -64,11 +64,10 @@ def check_copies(layout: PageLayout, kv: KVSegments) -> None:
     buffers = [plane.view(torch.uint8) for plane in planes]
     touched, first = torch.cat((slots, others)), kv.kept(slots[:size])
     own, there = kv.kept(slots), kv.kept(others)  # the tokens that must come back
-    before = [buffer[touched] for buffer in buffers]
-    for buffer in buffers:
-        buffer[slots] = torch.randint_like(buffer[slots], 1, 256)
-        buffer[others] = 0
-    try:
+    with kept(buffers, touched), refusing("K and V cannot be copied: "):
+        for buffer in buffers:
+            buffer[slots] = torch.randint_like(buffer[slots], 1, 256)
+            buffer[others] = 0
         wanted = [buffer[own] for buffer in buffers]
         if kv.codec != "none":
             for plane in planes:
@@ -91,11 +90,6 @@ def check_copies(layout: PageLayout, kv: KVSegments) -> None:
             rows = [*fits.repeat_interleave(len(first), 1).repeat_interleave(len(by_layer[0]), 0)]
         compared = zip(buffers, wanted, rows, strict=True)
         right = [equal(buffer[there], held, fit) for buffer, held, fit in compared]
-    except Exception as error:  # a kernel that cannot be compiled, or memory that is not there
-        raise Refused(f"K and V cannot be copied: {type(error).__name__}: {error}") from None
-    finally:
-        for buffer, held in zip(buffers, before, strict=True):
-            buffer[touched] = held
     if not all(right):
         layer = kv.layers[right.index(False) // len(by_layer[0])]
         raise Refused(f"K or V of layer {layer} come back from host memory as something else")

@@ -65,20 +65,7 @@ def bootstrap(runner: Any) -> None:
     elif config.shared is not None and (other := args.hicache_storage_backend) is not None:
         why = f"it needs the page store of this package, and --hicache-storage-backend is {other}"
         logger.warning("hcache: option 'shared' is ignored: %s", why)
-    # With --startup-weight-load-mode overlap the weights are not there yet.
-    late = getattr(runner, "startup_weight_load", None) is not None
-    unseen = hooks.install(hooks.LATE_WEIGHTS) if late else None
-    if not late or unseen is not None:
-        runtime.read_weights()
-    doubts = {"--startup-weight-load-mode overlap": unseen}
-    doubts["weight updates would go unnoticed"] = unnoticed = hooks.install(hooks.WEIGHTS)
-    if serves_adapters(args):
-        doubts["pages of adapters would not be kept apart"] = hooks.install(hooks.ADAPTERS)
-    if may_be("decode", runner.server_args):
-        doubts["K and V of other weights would go unnoticed"] = hooks.install(hooks.DECODE_SERVER)
-    for doubt, missing in doubts.items():
-        if missing is not None:
-            runtime.begin_quarantine(f"{doubt}: {missing}")
+    unnoticed = _watch_weights(runtime, args)
     if not args.enable_hierarchical_cache:
         own = "decode offload makes a host pool and a controller of its own"
         untold = "does not tell where in its sequence a page is"
@@ -107,6 +94,26 @@ def bootstrap(runner: Any) -> None:
         if no_hidden is None and (no_graphs := hooks.install(GRAPH_HOOKS)) is not None:
             logger.debug("hcache: %s", no_graphs)  # hidden mode reports it if graphs are recorded
     register_stack_strategy(OwnPagesStrategy(runtime, plain, no_hidden))  # before SGLang's own
+
+
+def _watch_weights(runtime: Runtime, args: Any) -> str | None:
+    """Fingerprint the weights, and notice what changes K and V: L3 is off if that cannot be
+    noticed. Returns the reason why updates of weights cannot, or None."""
+    # With --startup-weight-load-mode overlap the weights are not there yet.
+    late = getattr(runtime.runner, "startup_weight_load", None) is not None
+    unseen = hooks.install(hooks.LATE_WEIGHTS) if late else None
+    if not late or unseen is not None:
+        runtime.read_weights()
+    doubts = {"--startup-weight-load-mode overlap": unseen}
+    doubts["weight updates would go unnoticed"] = unnoticed = hooks.install(hooks.WEIGHTS)
+    if serves_adapters(args):
+        doubts["pages of adapters would not be kept apart"] = hooks.install(hooks.ADAPTERS)
+    if may_be("decode", runtime.runner.server_args):
+        doubts["K and V of other weights would go unnoticed"] = hooks.install(hooks.DECODE_SERVER)
+    for doubt, missing in doubts.items():
+        if missing is not None:
+            runtime.begin_quarantine(f"{doubt}: {missing}")
+    return unnoticed
 
 
 def _missing_seams(config: HCacheConfig) -> str | None:

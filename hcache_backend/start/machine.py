@@ -45,15 +45,13 @@ def layer_methods(runtime: Runtime, kvcache: Any) -> Restore:
 
 
 def _choose(runtime: Runtime, kvcache: Any) -> Restore:
-    from sglang.srt.distributed.parallel_state import get_pp_group
-
     config, args = runtime.config, resolved(runtime.runner.server_args)
     assert config is not None and runtime.weights is not None
     layers, ranks, size = int(kvcache.layer_num), ranks_of_a_request(args), int(kvcache.size)
     eager = refusal(EAGER, Server(runtime, kvcache, exchanges=ranks > 1)) is None
     row_bytes = page_plan.wanted_codec(runtime, runtime.runner).row_bytes
     kv_share = page_plan.encoded_share(runtime, kvcache, int(args.pp_size))
-    stages, stage = get_pp_group(), attention_ranks()
+    stage = attention_ranks()
     wanted = or_stop(lambda: fixed_partition(config, layers))
     place = {"first_layer": kvcache.start_layer, "layers": layers}
     key = runtime.namespace_of(runtime.weights, any_ranks=True, kind="partition", **place)
@@ -65,13 +63,11 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
     shape = profile = None
     if wanted is None or config.profile is not None:
         shape = model_shape(runtime.runner, kvcache, row_bytes, kv_share)
-    if shape is not None and (decision is None or decision[0].methods != {"kv"}):
-        first = stages.is_first_rank and stage.is_first_rank
-        found = or_stop(lambda: find_profile(runtime, config, kvcache, shape) if first else None)
-        profile = stages.all_gather_object(stage.all_gather_object(found)[0])[0]
     shard = shard_of_rank(0, ranks, int(kvcache.page_size))
-    if profile is not None:
-        profile = profile.model_copy(update={"gathers": True} if shard.of > 1 else None)
+    if shape is not None and (decision is None or decision[0].methods != {"kv"}):
+        profile = _profile_of_all_ranks(runtime, kvcache, shape)
+        if profile is not None and shard.of > 1:
+            profile = profile.model_copy(update={"gathers": True})
     l3: L3Path = "overlapped" if eager else "first"
     l3 = "none" if args.hicache_storage_backend is None else l3
     tokens = min(int(runtime.runner.model_config.context_len), size)
@@ -100,18 +96,39 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
             decision = (hidden if smaller else every_kv), reason
         logger.debug("hcache: partition: %s; %s", describe(decision[0]), decision[1])
     if recorded is None and ours:
-        partition, reason = decision
         model = str(runtime.runner.model_config.model_path)
         chosen_for: dict[str, Any] = {"shape": shape, "tokens": tokens, "tp": ranks, "l3": l3}
-        record = PartitionRecord(model=model, reason=reason, **asdict(partition), **chosen_for)
-        if runtime.store is None:  # the attach will name the folders
-            runtime.kept_partition = name, record
-        else:
-            settled = settle(config.dirs, name, record) if stage.is_first_rank else None
-            settled = stage.all_gather_object(settled)[0]
-            if settled != record:
-                decision = known_partition(wanted, settled) or decision
+        chosen_for |= {**asdict(decision[0]), "reason": decision[1]}
+        record = PartitionRecord(model=model, **chosen_for)
+        settled = _recorded(runtime, name, record)
+        if settled != record:
+            decision = known_partition(wanted, settled) or decision
     return replace(restore, partition=decision[0])
+
+
+def _profile_of_all_ranks(runtime: Runtime, kvcache: Any, shape: ModelShape) -> Profile | None:
+    """The profile that the first rank of the first stage finds. The server stops if option
+    ``profile`` is wrong."""
+    from sglang.srt.distributed.parallel_state import get_pp_group
+
+    config, stages, stage = runtime.config, get_pp_group(), attention_ranks()
+    assert config is not None
+    first = stages.is_first_rank and stage.is_first_rank
+    found = or_stop(lambda: find_profile(runtime, config, kvcache, shape) if first else None)
+    profile: Profile | None = stages.all_gather_object(stage.all_gather_object(found)[0])[0]
+    return profile
+
+
+def _recorded(runtime: Runtime, name: str, record: PartitionRecord) -> PartitionRecord:
+    """Record a choice; returns the store's. Without a store the attach, which names the folders,
+    records it."""
+    if runtime.store is None or runtime.config is None:
+        runtime.kept_partition = name, record
+        return record
+    stage, dirs = attention_ranks(), runtime.config.dirs
+    settled = settle(dirs, name, record) if stage.is_first_rank else None
+    found: PartitionRecord = stage.all_gather_object(settled)[0]
+    return found
 
 
 def fixed_partition(config: HCacheConfig, layers: int) -> Partition | None:

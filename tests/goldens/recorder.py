@@ -84,7 +84,8 @@ class Trace:
         self.settings = settings
         self.now = 1000.0  # virtual seconds
         self.scheduler = threading.get_ident()
-        self.rank: int | None = None  # number of this process, once it is known
+        self.rank: int | None = None  # number of this process, once it serves
+        self._start: list[str] = []  # what the scheduler's thread did before
         self.not_waited_for: set[str] = set()  # threads that wait for other processes
         self._lock = threading.Lock()
         self._said: dict[str, list[str]] = {}  # since the last point, by thread
@@ -99,6 +100,8 @@ class Trace:
     def say(self, text: str, *, polls: bool = False) -> None:
         """The calling thread does this; ``polls``: also in turns without anything to do."""
         if self.rank is None:
+            if threading.get_ident() == self.scheduler:
+                self._start.append(text)
             return
         if polls:
             self._polls.add(text)
@@ -114,6 +117,11 @@ class Trace:
         """What the calling thread does takes so long."""
         with self._lock:
             self.now += seconds
+
+    def serves(self, rank: int) -> None:
+        """The start of process ``rank`` is over."""
+        self.rank = rank
+        self._write(["== the start", *(f"  {line}" for line in self._start)])
 
     # ---- points of the scheduler ----
 

@@ -89,7 +89,7 @@ def _watch_scheduler(trace: Trace) -> None:
         runtime.l3.clock, runtime.l3.core_wait = clock.monotonic, lambda thread: 0.0
         if runtime.hit_gate is not None:
             runtime.hit_gate.gpu._clock = clock.monotonic
-        trace.rank = dist.get_rank() if dist.is_initialized() else 0
+        trace.serves(dist.get_rank() if dist.is_initialized() else 0)
         return original(scheduler, *args)
 
     def ingest(original: Any, scheduler: Any) -> Any:
@@ -278,6 +278,12 @@ _OWN_PAGES = "hcache_backend.sglang.controller:OwnPagesController"
 _STORAGE = "hcache_backend.tiers.storage:HCacheStorage"
 _EAGER = "hcache_backend.prefetch.eager:EagerRestores"
 
+def _step(work: Any) -> str:
+    """What is done at the start in step with other ranks."""
+    name = getattr(work, "__name__", type(work).__name__)
+    return str(name).strip("_").replace("_", " ")
+
+
 BEFORE: dict[str, dict[str, Any]] = {
     _CONTROLLER: {
         "prefetch": lambda controller, handle, tokens, *_, **__: (
@@ -316,6 +322,7 @@ BEFORE: dict[str, dict[str, Any]] = {
         ),
     },
     _EAGER: {"end": lambda *_: "end of a prefetch with reserved device pages"},
+    "hcache_backend.start.build:Start": {"step": lambda _, work, *__, **___: f"step {_step(work)}"},
     _STORAGE: {
         "__init__": lambda *_, **__: "store: open",
         "close": lambda *_, **__: "store: close",
