@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from hcache_backend.format.page import PageLayout
+from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer
 from hcache_backend.format.units import Shard
-from hcache_backend.host.segments import KVSegments, page_layout
+from hcache_backend.host.segments import KVSegments
 from hcache_backend.plan.restore import Restore
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.restore.exchange import Exchange
@@ -34,8 +34,16 @@ class Layout:
     @cached_property
     def page(self) -> PageLayout:
         """The bytes of a page."""
-        given = int(self.kvcache.page_size), self.methods, self.kv, self.codec, self.shard
-        return self.chosen or page_layout(*given)
+        if self.chosen is not None:
+            return self.chosen
+        size, codec = int(self.kvcache.page_size), self.codec
+        layers = [RECOMPUTED] * (len(self.methods.methods) + len(self.kv.drafts))
+        for layer in self.methods.layers("hidden"):
+            assert codec is not None
+            layers[layer] = hidden_layer(size, codec.row_bytes, codec.hidden_size, codec.code)
+        for layer in self.kv.layers:
+            layers[layer] = self.kv.stored_layer(layer)
+        return self.kv.layout(layers, self.shard)
 
     @property
     def hidden_layers(self) -> list[AttentionLayer]:

@@ -10,20 +10,17 @@ from typing import Any
 import torch
 
 from hcache_backend.format.page import (
-    RECOMPUTED,
     PageLayout,
     StoredLayer,
-    hidden_layer,
     kv_layer,
     latent_layer,
 )
 from hcache_backend.format.units import SHARD_COUNTS, WHOLE, Shard, units_per_group
-from hcache_backend.plan.restore import Restore
 from hcache_backend.projection.paged_pool import holds_latents, planes_of
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.ring import Ring
 from hcache_backend.streams import current_stream
-from hcache_kernels.codecs import KV, LATENT, Codec, Cut, UnsupportedRows, make_segment_codec
+from hcache_kernels.codecs import KV, LATENT, Cut, UnsupportedRows, make_segment_codec
 from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
 from hcache_kernels.pages.kernel import LayerTable, gather_launch, gather_planes_launch
 
@@ -388,16 +385,3 @@ def head_groups(tp_lcm_size: int | None, shard: Shard, ranks: int) -> int:
     """Groups of heads that K and V of a page divide into, over all ranks; by default one per rank.
     With SGLang's ``tp_lcm_size``, servers with up to that many ranks can share pages."""
     return tp_lcm_size or ranks if shard.of == ranks else shard.of
-
-
-def page_layout(
-    page_size: int, methods: Restore, kv: KVSegments, codec: Codec | None, shard: Shard
-) -> PageLayout:
-    """Layout of pages whose layers are restored by ``methods``; ``codec`` is of hidden states."""
-    layers = [RECOMPUTED] * (len(methods.methods) + len(kv.drafts))
-    for layer in methods.layers("hidden"):
-        assert codec is not None
-        layers[layer] = hidden_layer(page_size, codec.row_bytes, codec.hidden_size, codec.code)
-    for layer in kv.layers:
-        layers[layer] = kv.stored_layer(layer)
-    return kv.layout(layers, shard)

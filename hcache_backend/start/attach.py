@@ -65,7 +65,7 @@ def bootstrap(runner: Any) -> None:
     elif config.shared is not None and (other := args.hicache_storage_backend) is not None:
         why = f"it needs the page store of this package, and --hicache-storage-backend is {other}"
         logger.warning("hcache: option 'shared' is ignored: %s", why)
-    unnoticed = _watch_weights(runtime, args)
+    unnoticed = _watch_weights(runtime)
     if not args.enable_hierarchical_cache:
         own = "decode offload makes a host pool and a controller of its own"
         untold = "does not tell where in its sequence a page is"
@@ -96,7 +96,7 @@ def bootstrap(runner: Any) -> None:
     register_stack_strategy(OwnPagesStrategy(runtime, plain, no_hidden))  # before SGLang's own
 
 
-def _watch_weights(runtime: Runtime, args: Any) -> str | None:
+def _watch_weights(runtime: Runtime) -> str | None:
     """Fingerprint the weights, and notice what changes K and V: L3 is off if that cannot be
     noticed. Returns the reason why updates of weights cannot, or None."""
     # With --startup-weight-load-mode overlap the weights are not there yet.
@@ -106,7 +106,7 @@ def _watch_weights(runtime: Runtime, args: Any) -> str | None:
         runtime.read_weights()
     doubts = {"--startup-weight-load-mode overlap": unseen}
     doubts["weight updates would go unnoticed"] = unnoticed = hooks.install(hooks.WEIGHTS)
-    if serves_adapters(args):
+    if serves_adapters(resolved(runtime.runner.server_args)):
         doubts["pages of adapters would not be kept apart"] = hooks.install(hooks.ADAPTERS)
     if may_be("decode", runtime.runner.server_args):
         doubts["K and V of other weights would go unnoticed"] = hooks.install(hooks.DECODE_SERVER)

@@ -446,8 +446,9 @@ def build_stack(
         runtime.unused[EAGER] = reason
     runtime.eager = reason is None
     pipeline = plan.pipeline(pool.kv_buffer, projector, order)
-    told = l3.estimates.slowdown, runtime.cannot_restore, l3.estimates.measured_restore
-    of_loads = plan.recomputer, kvcache.device, *told
+    estimates, failed = l3.estimates, runtime.cannot_restore
+    measured = estimates.slowdown, failed, estimates.measured_restore
+    of_loads = plan.recomputer, kvcache.device, *measured
     loads = LoadQueue(pool.arena, pipeline, methods, *of_loads)
     kv_checks, checks, capture, new_rows = KVChecks(runtime, pool, layout.kv), None, None, None
     if layout.kv.layers:

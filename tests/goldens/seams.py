@@ -278,6 +278,7 @@ _OWN_PAGES = "hcache_backend.sglang.controller:OwnPagesController"
 _STORAGE = "hcache_backend.tiers.storage:HCacheStorage"
 _EAGER = "hcache_backend.prefetch.eager:EagerRestores"
 
+
 def _step(work: Any) -> str:
     """What is done at the start in step with other ranks."""
     name = getattr(work, "__name__", type(work).__name__)

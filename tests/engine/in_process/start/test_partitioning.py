@@ -14,7 +14,8 @@ from hcache_backend.cli.plan import sizing
 from hcache_backend.config import ConfigError, parse_config
 from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE
-from hcache_backend.host.segments import KVSegments, page_layout
+from hcache_backend.host.layout import Layout
+from hcache_backend.host.segments import KVSegments
 from hcache_backend.plan.model_config import shape_from_config
 from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.profile import Profile, Rate
@@ -34,9 +35,10 @@ CONFIGS = Path(__file__).parents[3] / "unit" / "partition" / "configs"
 def test_codes_that_encode_the_same_rows_otherwise_share_no_pages() -> None:
     """An earlier ``exp4`` had rows of the same length, which this one would decode to others."""
     methods = Restore(None, None, Partition(0, 1, 0), chunk_tokens=64)
-    kv = KVSegments(kv_pool(1, 8, dtype=torch.float32), (), 64, WHOLE, 1)
+    kvcache = kv_pool(1, 8, dtype=torch.float32, page=64)
+    kv = KVSegments(kvcache, (), 64, WHOLE, 1)
     codec = make_codec("exp4", 256, torch.bfloat16)
-    layout = page_layout(64, methods, kv, codec, WHOLE)
+    layout = Layout(kvcache, methods, WHOLE, kv, codec=codec, layers=()).page
     before = PageLayout(64, (hidden_layer(64, codec.row_bytes, 256, "exp4"),))
     assert layout.page_bytes == before.page_bytes
     assert layout.form != before.form
