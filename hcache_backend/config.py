@@ -139,6 +139,10 @@ def _once(dirs: tuple[Path, ...]) -> tuple[Path, ...]:
     return dirs
 
 
+PageKind = Literal["hidden", "kv", "plain"]
+"""Pages of a server: our own of hidden states, our own of K and V, or SGLang's."""
+
+
 class HCacheConfig(_Table):
     """The options of one server, immutable."""
 

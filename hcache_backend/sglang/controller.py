@@ -39,7 +39,7 @@ from hcache_backend.prefetch.prefetch import Meeting, Prefetches, Recomputing
 from hcache_backend.ranks import Turn, smallest
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.host_pool import OwnPagesPool
-from hcache_backend.sglang.runtime import Runtime, current
+from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.sglang.storage_threads import READ
 from hcache_backend.sglang.tree import token_array
 
@@ -103,7 +103,7 @@ class OwnPagesController(HybridCacheController, Controller):
 
     def detach_storage_backend(self) -> None:
         super().detach_storage_backend()
-        current().stop_judging()
+        self._runtime.stop_judging()
 
     def reset(self) -> None:
         super().reset()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from hcache_backend import metrics
 from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import Staging
-from hcache_backend.config import HCacheConfig
+from hcache_backend.config import HCacheConfig, PageKind
 from hcache_backend.fingerprint import (
     TensorDigest,
     Weights,
@@ -61,9 +61,8 @@ class Runtime:
 
     runner: Any  # SGLang's ModelRunner
     config: HCacheConfig | None = None  # None until hcache is asked for
-    mode: Literal["hidden", "kv"] | None = None  # None until the host pool is built
-    own_pages: bool = False  # the host pool holds our own pages, not SGLang's plain ones
-    reason: str | None = None  # why the mode is kv, or why pages are plain
+    pages: PageKind | None = None  # of the host pool; None until it is built
+    reason: str | None = None  # why pages have no hidden states, or why they are plain
     forwards: Forwards = field(default_factory=Forwards)
     eager: bool = False  # the arrived part of a hit is restored while L3 is read
     # of a server that was started with it as L3, until the storage class takes it
@@ -102,9 +101,19 @@ class Runtime:
     _updates_pending: int = 0  # that have ended, and whose weights are being gathered
     _update_is_open: bool = False
 
+    @property
+    def own_pages(self) -> bool:
+        """True if the host pool holds our own pages, not SGLang's plain ones."""
+        return self.pages in ("hidden", "kv")
+
+    @property
+    def mode(self) -> Literal["hidden", "kv"]:
+        """What logs, metrics and reports call it: plain pages hold K and V."""
+        return "hidden" if self.pages == "hidden" else "kv"
+
     def use_own_pages(self, fields: dict[str, object], reason: str | None = None) -> None:
         """The host pool holds own pages. ``reason``: why no hidden states; None if it does."""
-        self.mode, self.own_pages, self.reason = "kv" if reason else "hidden", True, reason
+        self.pages, self.reason = "kv" if reason else "hidden", reason
         self.page_fields = fields
         metrics.MODE.set(self.mode, "own", "own")
         if reason is not None:
@@ -113,7 +122,7 @@ class Runtime:
     def use_plain_pages(self, reason: str, *, expected: bool = False) -> None:
         """The host pool holds SGLang's plain KV pages, for this ``reason``. ``expected``: with this
         model and these arguments; otherwise an alert says that the server lost its own pages."""
-        self.mode, self.own_pages, self.reason = "kv", False, reason
+        self.pages, self.reason = "plain", reason
         metrics.MODE.set("kv", "plain", "plain" if expected else "own")
         logger.warning("hcache: KV mode, plain pages: %s", reason)
 
@@ -140,7 +149,7 @@ class Runtime:
         return ServerReport(
             time=time.time(),
             model=str(self.runner.model_config.model_path),
-            mode="hidden" if hidden else "kv",
+            mode=self.mode,
             pages="own" if self.own_pages else "plain",
             reason=self.reason,
             codec=self.codec,

@@ -290,15 +290,15 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
     inherited = runtime.config.model_dump(exclude_unset=True) if runtime.config else None
     config = options.parse_config(asked_for, "hcache", inherited)
     started = runtime.config or HCacheConfig(dirs=config.dirs)
-    in_mode = f"runs in {runtime.mode or 'kv'} mode"
-    if runtime.mode != "hidden":
+    in_mode = f"runs in {runtime.mode} mode"
+    if runtime.pages != "hidden":
         in_mode += f" ({runtime.reason or STARTED_WITHOUT_US})"
     for name in sorted(options.FIXED_AT_START.intersection(asked_for or ())):
         asked, has = getattr(config, name), getattr(started, name)
         state = in_mode if runtime.config is None else f"was started with {has!r}"
         if name == "mode":  # the server's may differ from its option
-            alike = asked == "auto" or (asked == "plain" and not runtime.own_pages)
-            has, state = asked if alike else runtime.mode or "kv", in_mode
+            alike = asked in ("auto", runtime.pages or "plain")
+            has, state = asked if alike else runtime.mode, in_mode
         if name == "codec" and has == "auto" and asked != "auto":  # the codec that this server uses
             has = runtime.codec or "none"
         if asked != has:

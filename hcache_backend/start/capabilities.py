@@ -255,7 +255,7 @@ def count(runtime: Runtime) -> None:
     """Set the metric of each capability."""
     has = {
         OWN_PAGES: runtime.own_pages,
-        HIDDEN: runtime.mode == "hidden",
+        HIDDEN: runtime.pages == "hidden",
         RECOMPUTATION: runtime.recomputation is not None,
         EAGER: runtime.eager,
         JUDGING: runtime.hit_gate is not None,

@@ -106,7 +106,7 @@ def opened(folder: Path, runtime: Runtime, server: Server, **rank: Any) -> Itera
     shard = server.page_layout.shard
     rank = {"tp_rank": shard.number, "tp_size": shard.of} | rank
     storage = HCacheStorage(storage_config(folder, **rank))
-    runtime.own_pages = True
+    runtime.pages = "kv"
     runtime.page_fields = {"any_ranks": True, "layout": server.page_layout.form}
     try:
         storage.register_mem_pool_host(server)

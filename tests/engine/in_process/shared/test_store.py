@@ -170,7 +170,7 @@ def test_a_decode_server_promises_no_hit_and_writes(
 
 
 def test_each_rank_has_its_share_there(runtime: Runtime, machine: MakeMachine) -> None:
-    runtime.own_pages = True
+    runtime.pages = "kv"
     for name in ("first", "second"):
         for rank in range(2):
             server = Server(Shard(rank, 2), 2, hidden=True)

@@ -116,7 +116,7 @@ class TestAnAttach:
         options: dict[str, Any] = {"mode": "hidden", "codec": "exp4", "min_gain": 0}
         options["dirs"] = [str(tmp_path / "start")]
         runtime.config = parse_config(options, "start")
-        runtime.mode, runtime.own_pages = "hidden", True
+        runtime.pages = "hidden"
         return runtime
 
     def joined(self, **options: Any) -> HCacheConfig:
@@ -166,14 +166,14 @@ class TestAnAttach:
         for codec in ("none", "int8"):
             with pytest.raises(ConfigError, match="this server was started with 'auto'"):
                 self.joined(codec=codec)
-        running.mode, running.reason = "kv", "no room"
+        running.pages, running.reason = "kv", "no room"
         for mode in ("auto", "kv"):
             self.joined(mode=mode)
         with pytest.raises(ConfigError, match=NOT_HIDDEN.format("no room")):
             self.joined(mode="hidden")
 
     def test_may_not_ask_for_a_mode_that_the_server_could_not_have(self, running: Runtime) -> None:
-        running.mode, running.reason = "kv", "no room"
+        running.pages, running.reason = "kv", "no room"
         self.joined()
         with pytest.raises(ConfigError, match=NOT_HIDDEN.format("no room")):
             self.joined(mode="hidden")
