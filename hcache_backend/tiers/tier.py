@@ -186,11 +186,10 @@ class SharedTier(Tier):
         """Pages up to the first one that the backend lacks, or does not report in time. None if it
         fails: a page that will not be read is not promised."""
         names = [name.value for name in pages.names()]
-        began, took, found = time.monotonic(), 0.0, 0
-        end = began + LOOK_UP_SECONDS
+        end, took, found = time.monotonic() + LOOK_UP_SECONDS, 0.0, 0
         with metrics.timed("shared_exists"):
             # Otherwise the next part would perhaps not come in time.
-            while found < len(names) and (left := end - began) >= 2 * took:
+            while found < len(names) and (left := end - (began := time.monotonic())) >= 2 * took:
                 part = names[found : found + _LOOK_UP_PAGES]
                 asked = self._ask(self._looking, partial(self._backend.leading, part), left)
                 if asked is None:
@@ -201,7 +200,7 @@ class SharedTier(Tier):
                 found += asked
                 if asked < len(part):
                     break
-                took, began = time.monotonic() - began, time.monotonic()
+                took = time.monotonic() - began
             else:
                 metrics.SHARED_PAGES.count("not_asked", len(names) - found)
         return [True] * found + [False] * (len(names) - found)
