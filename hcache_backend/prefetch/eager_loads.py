@@ -18,12 +18,12 @@ from hcache_backend.capture.hooks import RecomputedRows
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
 from hcache_backend.host.ports import Controller, DevicePages, HostPool
 from hcache_backend.metrics import logger
-from hcache_backend.plan.restore import side_by_side
 from hcache_backend.prefetch import eager
 from hcache_backend.prefetch.eager import EagerRestores
 from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.prefetch import Meeting, Prefetches
 from hcache_backend.prefetch.slices import Governor, SliceBudget
+from hcache_backend.prefetch.times import HitTimes
 from hcache_backend.ranks import Proposal, Turn
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import TokenSpan
@@ -49,7 +49,7 @@ class EagerLoads:
 
     def __post_init__(self) -> None:
         pages, pool = self._pages, self._pool
-        self.governor = Governor()
+        self.governor, self._times = Governor(), HitTimes(self._l3)
         # Not SGLang's stream of loads: that one waits for restores of other requests.
         self._stream = streams.new_stream(pages.device, "eager")
         self._saving = streams.new_stream(pages.device, "saves")
@@ -142,8 +142,8 @@ class EagerLoads:
         recomputing in parallel, and reading only (see :meth:`.L3Progress.seconds_to_read`).
         Infinite if unknown. Any thread."""
         tokens, share = meeting.unread * self._pool.page_size, meeting.recomputable
-        reading = self._l3.seconds_to_read(tokens, longest=longest)
-        return side_by_side(reading, self.seconds_to_recompute(tokens, prefix), share), reading
+        recomputing = self.seconds_to_recompute(tokens, prefix)
+        return self._times.unread(tokens, recomputing, share, longest=longest)
 
     def _offer(self, turn: Turn, operations: Sequence[Any]) -> None:
         """Offer the pages of prefetches that a slice may recompute now, as many as one turn has

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hcache_backend.plan.restore import Restore
-from hcache_backend.prefetch.prefetch import Hit, Prefetch
+from hcache_backend.prefetch.prefetch import Prefetch
 
 SHOWN_TOKENS = 4096  # rates are shown for operations of this size
 # time of an operation on ``tokens`` behind ``prefix``, in seconds; in any unit if unknown
@@ -74,7 +74,7 @@ class Estimate:
 
 
 class Estimates:
-    """All that a decision about a hit needs. They always exist, and learn."""
+    """Of all operations of a hit. They always exist, and learn."""
 
     def __init__(self, machine: Restore | None = None) -> None:
         self.know(machine)
@@ -96,17 +96,6 @@ class Estimates:
     def slowdown(self, tokens: int) -> float:
         """Recent prefill time of ``tokens`` relative to the profile; 1.0 without measurements."""
         return self.prefill.slowdown(tokens)
-
-    def least_reading(self, hit: Hit) -> float:
-        """Seconds to read a hit; an unknown part counts as 0."""
-        near, far = self.read.seconds(hit.tokens - hit.shared), self.shared.seconds(hit.shared)
-        return (near or 0.0) + (far or 0.0)
-
-    def saved(self, hit: Hit) -> float | None:
-        """Seconds of computing that a hit saves; None if unknown."""
-        whole = self.prefill.seconds(hit.tokens + hit.rest, hit.prefix)
-        rest = self.prefill.seconds(hit.rest, hit.prefix + hit.tokens)
-        return None if whole is None or rest is None else max(0.0, whole - rest)
 
     def loaded(self, tokens: int) -> float:
         """Seconds that a batch waits for a hit's load, at most a whole restore; 0 if unknown."""

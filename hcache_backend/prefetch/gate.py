@@ -11,16 +11,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, islice, takewhile
+from itertools import islice
 from typing import Any
 
 from hcache_backend import metrics
 from hcache_backend.metrics import logger
 from hcache_backend.prefetch.estimates import Estimate, L3Progress, Reading
 from hcache_backend.prefetch.prefetch import Hit, Prefetch, Prefetches, Recomputing, State
+from hcache_backend.prefetch.times import HitTimes
 from hcache_backend.ranks import Proposal, Turn
 
 _ENDING_MARGIN = 1.25  # going on must be slower by this factor to end a prefetch: not by noise
@@ -83,6 +84,7 @@ class HitGate:
 
     def __post_init__(self) -> None:
         self.estimates, self.gpu = self.l3.estimates, Gpu(self.l3.clock)
+        self.times = HitTimes(self.l3)
         self.agreed_stalled = False  # when the ranks last agreed
         self._probes = (_Probes(), _Probes())  # of the page store, and of the shared tier
         self._running: list[Any] = []  # SGLang's operations, in the order in which they are read
@@ -143,7 +145,7 @@ class HitGate:
             for place, one in enumerate(running):
                 if (rest := one.rest) is not None:
                     verdicts[place] |= self._ends(one, rest, earlier, now)
-                    earlier += self._until_there(rest)
+                    earlier += self.times.left(rest)
         return [*verdicts, stalled]
 
     def agreed(self, ended: Sequence[Prefetch], stalled: bool) -> None:
@@ -264,16 +266,8 @@ class HitGate:
 
     def _pays(self, hit: Hit, read: float) -> bool:
         """True if reading a hit in ``read`` seconds is worth it with nothing else under way."""
-        saved = self.estimates.saved(hit)
-        taken = hit.until_there(read) + self.estimates.loaded(hit.tokens)
-        return saved is None or taken * self._min_gain <= saved
-
-    def _computing(self, saved: float, others: Iterable[Prefetch], now: float) -> float:
-        """Seconds until work of ``saved`` seconds is computed, plus the delays of ``others``."""
-        computing, slowdown = self.gpu.seconds_busy(now) + saved, self.l3.slowdown(now)
-        reads = (self._until_there(rest, slowdown) for one in others if (rest := one.rest))
-        delayed = takewhile(computing.__gt__, accumulate(reads))
-        return computing + sum(computing - there for there in delayed)
+        saved = self.times.saved(hit)
+        return saved is None or self.times.loaded(hit, read) * self._min_gain <= saved
 
     def _seems_stalled(self, now: float) -> bool:
         return self._min_gain > 0 and self.l3.seems_stalled(now)
@@ -282,31 +276,19 @@ class HitGate:
         """Reason why a hit is not to be read, or None. Under the lock."""
         if self._seems_stalled(now):
             return "L3 is stalled"
-        saved = self.estimates.saved(hit)
+        saved = self.times.saved(hit)
         if saved is None:
             return None
-        computing = self._computing(saved, self.prefetches.hits, now)
-        read = self._until_read(hit, now, computing)
-        taken = max(self.gpu.seconds_busy(now), read) + self.estimates.loaded(hit.tokens)
+        busy, read, hits = self.gpu.seconds_busy(now), 0.0, self.prefetches.hits
+        computing = self.times.computing(busy + saved, hits, now)
+        if not self.gpu.wanted:
+            enough = computing / self._min_gain if self._min_gain else math.inf
+            read = self.times.behind(hits, hit, now, enough)
+        taken = max(busy, read) + self.estimates.loaded(hit.tokens)
         if taken * self._min_gain <= computing:
             return None
         reading = f"to read and load {hit.tokens} tokens takes at least {taken:.3f} s"
         return f"{reading}, to compute them {computing:.3f} s"
-
-    def _until_read(self, hit: Hit, now: float, computing: float = math.inf) -> float:
-        """Known seconds until a hit is there, behind those being read: all of them, or so many that
-        ``computing`` it takes less. Under the lock."""
-        if self.gpu.wanted:
-            return 0.0
-        earlier, slowdown = 0.0, self.l3.slowdown(now)
-        for rest in (one.rest for one in self.prefetches.hits):
-            if earlier * self._min_gain > computing:
-                break
-            earlier += self._until_there(rest, slowdown) if rest else 0.0
-        return earlier + self._until_there(hit, slowdown, begun=False)
-
-    def _until_there(self, rest: Hit, slowdown: float = 1.0, *, begun: bool = True) -> float:
-        return rest.until_there(slowdown * self.estimates.least_reading(rest), begun=begun)
 
     def _ends(self, prefetch: Prefetch, rest: Hit, earlier: float, now: float) -> bool:
         """True if a prefetch should end; its ``rest`` begins in ``earlier`` seconds."""
@@ -314,7 +296,7 @@ class HitGate:
         if hit is None or self.gpu.wanted or (prefetch.whole and probed is None):
             return False  # without worth in parts it is read to its end, unless it is a probe
         worth = 0 if prefetch.whole else prefetch.arrived - prefetch.lost
-        if (saved := self.estimates.saved(hit.without(worth))) is None:
+        if (saved := self.times.saved(hit.without(worth))) is None:
             return False
         reading, elapsed, going_on, in_time = self.l3.reading, 0.0, 0.0, None
         if reading is not None and reading.prefetch is prefetch:
@@ -324,17 +306,17 @@ class HitGate:
             going_on = elapsed * rest.tokens / here  # at the pace so far
         if probed is not None:
             rest = rest._replace(recomputing=None)  # L3 alone is probed
-            if elapsed < PROBE_SHARE * (self.estimates.saved(probed) or 0.0):
+            if elapsed < PROBE_SHARE * (self.times.saved(probed) or 0.0):
                 return False
         elif in_time is not None and rest.recomputing is not None:
             going_on = self.l3.seconds_to_read(rest.tokens, rest.shared)
         elif in_time is not None:
             going_on = in_time
         else:
-            going_on = max(going_on, self.estimates.least_reading(rest))
-        going_on = earlier + rest.until_there(going_on, begun=True)
+            going_on = max(going_on, self.times.reading(rest))
+        going_on = earlier + self.times.both(rest, going_on)
         others = (one for one in self.prefetches.hits if one is not prefetch)
-        computing = self._computing(saved, others, now)
+        computing = self.times.computing(self.gpu.seconds_busy(now) + saved, others, now)
         margin = 1.0 if prefetch.whole else _ENDING_MARGIN
         return going_on * self._min_gain > margin * computing
 

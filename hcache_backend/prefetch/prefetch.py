@@ -19,7 +19,6 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from hcache_backend.arena import Ids
-from hcache_backend.plan.restore import side_by_side, until_there
 
 _REMEMBERED = 4096  # refused requests
 _PAGES = 1 << 16  # of prefetches that are read, or were, whose keys are known
@@ -49,16 +48,6 @@ class Hit(NamedTuple):
         cut_off = self.tokens - tokens
         shared = max(0, self.shared - cut_off)
         return self._replace(tokens=tokens, rest=self.rest + cut_off, shared=shared)
-
-    def until_there(self, read: float, *, begun: bool = False) -> float:
-        """Completion time of the hit if L3 alone takes ``read`` seconds. Slices recompute it only
-        if L3 has a worthwhile part in it. Once it has ``begun``, any part is worthwhile: a small
-        change of the estimates must not throw away what was read and recomputed."""
-        if self.recomputing is None or not self.tokens:
-            return read
-        recomputing = self.recomputing(self.tokens, self.prefix)
-        share = min(self.reachable, self.tokens) / self.tokens
-        return (side_by_side if begun else until_there)(read, recomputing, share)
 
 
 class Meeting:

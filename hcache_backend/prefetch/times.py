@@ -1,0 +1,77 @@
+"""Expected seconds of hits: to read and compute them, alone, together, and behind others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import accumulate, takewhile
+
+from hcache_backend.plan.restore import side_by_side, until_there
+from hcache_backend.prefetch.estimates import L3Progress
+from hcache_backend.prefetch.prefetch import Hit, Prefetch
+
+
+class HitTimes:
+    """Times by the estimates of ``l3``. Any thread."""
+
+    def __init__(self, l3: L3Progress) -> None:
+        self._l3, self._estimates = l3, l3.estimates
+
+    def reading(self, hit: Hit) -> float:
+        """To read it; an unknown part counts as 0."""
+        read, shared = self._estimates.read, self._estimates.shared
+        near, far = read.seconds(hit.tokens - hit.shared), shared.seconds(hit.shared)
+        return (near or 0.0) + (far or 0.0)
+
+    def saved(self, hit: Hit) -> float | None:
+        """Of computing that it saves; None if unknown."""
+        prefill = self._estimates.prefill
+        whole = prefill.seconds(hit.tokens + hit.rest, hit.prefix)
+        rest = prefill.seconds(hit.rest, hit.prefix + hit.tokens)
+        return None if whole is None or rest is None else max(0.0, whole - rest)
+
+    def both(self, hit: Hit, reading: float, *, begun: bool = True) -> float:
+        """To have it if L3 alone takes ``reading`` seconds. Slices recompute it only if L3 has a
+        worthwhile part in it. Once it has ``begun``, any part is worthwhile: a small change of the
+        estimates must not throw away what was read and recomputed."""
+        if hit.recomputing is None or not hit.tokens:
+            return reading
+        recomputing = hit.recomputing(hit.tokens, hit.prefix)
+        share = min(hit.reachable, hit.tokens) / hit.tokens
+        return (side_by_side if begun else until_there)(reading, recomputing, share)
+
+    def left(self, rest: Hit, slowdown: float = 1.0) -> float:
+        """To have the rest of a hit, from an L3 that is slower than estimated."""
+        return self.both(rest, slowdown * self.reading(rest))
+
+    def loaded(self, hit: Hit, reading: float) -> float:
+        """To have it on the device, with nothing else under way; as :meth:`both`."""
+        return self.both(hit, reading, begun=False) + self._estimates.loaded(hit.tokens)
+
+    def unread(
+        self, tokens: int, recomputing: float, share: float, *, longest: bool = False
+    ) -> tuple[float, float]:
+        """To finish ``tokens`` that nobody has taken: reading and recomputing, and reading only
+        (see :meth:`.L3Progress.seconds_to_read`). Recomputing all takes ``recomputing`` seconds,
+        and reaches a ``share``."""
+        reading = self._l3.seconds_to_read(tokens, longest=longest)
+        return side_by_side(reading, recomputing, share), reading
+
+    def behind(
+        self, others: Iterable[Prefetch], hit: Hit, now: float, enough: float = math.inf
+    ) -> float:
+        """To have a hit behind the rests of ``others``: of all, or of so many that these take more
+        than ``enough``."""
+        earlier, slowdown = 0.0, self._l3.slowdown(now)
+        for rest in (one.rest for one in others):
+            if earlier > enough:
+                break
+            earlier += self.left(rest, slowdown) if rest else 0.0
+        return earlier + self.both(hit, slowdown * self.reading(hit), begun=False)
+
+    def computing(self, saved: float, others: Iterable[Prefetch], now: float) -> float:
+        """To compute for ``saved`` seconds, plus the delays of ``others``, which are read."""
+        slowdown = self._l3.slowdown(now)
+        reads = (self.left(rest, slowdown) for one in others if (rest := one.rest))
+        delayed = takewhile(saved.__gt__, accumulate(reads))
+        return saved + sum(saved - there for there in delayed)
