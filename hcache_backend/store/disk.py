@@ -408,9 +408,7 @@ class Disk:
                     if room.bound is None or not tries_left:
                         self._name(folder, batch)
                         return
-                self._recency.save()
-                seconds = deadline - time.monotonic()
-                self._evict_for(folder, size, seconds, below, on_disk=size)
+                self._evict_for(folder, size, deadline - time.monotonic(), below, on_disk=size)
 
         self._with_room(folder, size, work, deadline)
 
@@ -459,9 +457,6 @@ class Disk:
         many of them there is room for."""
 
         def work(folder: Folder) -> int:
-            if not room_for(folder, self._config, incoming).excess:
-                return incoming
-            self._recency.save()
             return self._evict_for(folder, incoming, seconds, below).fits
 
         # An error comes again, and counts, when pages are written.
@@ -518,9 +513,10 @@ class Disk:
     def _evict_for(
         self, folder: Folder, incoming: int, seconds: float, below: int, on_disk: int = 0
     ) -> Room:
-        """Make room for ``incoming`` bytes."""
+        """Make room for ``incoming`` bytes, if there is too little."""
         room = room_for(folder, self._config, incoming, on_disk)
-        if not room.of_disk or self._in_vain < _EVICTIONS_IN_VAIN:
+        if room.excess and (not room.of_disk or self._in_vain < _EVICTIONS_IN_VAIN):
+            self._recency.save()
             evicted = evict(folder, room.excess, below, seconds, self._stats, self._problems)
             room = room_for(folder, self._config, incoming, on_disk)
             # Others may take the space, or the file system keep it for root.
