@@ -72,8 +72,8 @@ class OwnPagesController(HybridCacheController, Controller):
         self._judge, self._capture = stack.judge, stack.capture
         runtime, pool, capture, alone = self._runtime, self._pool, self._capture, stack.stages.alone
         positions = int(runtime.runner.model_config.context_len)
-        of_pages = runtime, pool.arena, pool.page_layout
-        self._proofs = PageProofs(*of_pages, capture is not None, positions)
+        layout, hidden = pool.page_layout, capture is not None
+        self._proofs = PageProofs(runtime, pool.arena, layout, hidden, positions)
         self._backups = NodeBackups(pool, capture, stack.layouts, self, self.start_writing, alone)
         if capture is not None and not alone:
             capture.ledger.without_results = _STAGED_PASSES

@@ -48,6 +48,7 @@ from hcache_backend.projection.paged_pool import PagedPool, full_attention, hold
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none, smallest
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
+from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.sglang import hooks, passes
 from hcache_backend.sglang.allocator import ReservablePages
@@ -186,9 +187,10 @@ class Start:
         groups = self._head_groups(methods, shard)
         if methods.layers("kv"):
             of_kv = step(page_plan.kv_codec, runtime, kvcache, shard, groups, stages)
-        kv = partial(KVSegments, kvcache, methods.layers("kv"), kvcache.page_size, shard, groups)
-        layout = Layout(kvcache, methods, shard, kv(of_kv), exchange, codec, probe.layers)
-        layout = self._proven(layout, replace(layout, kv=kv()), lambda: probe.slots)
+        plain = KVSegments(kvcache, methods.layers("kv"), kvcache.page_size, shard, groups)
+        kv = KVSegments(kvcache, plain.layers, kvcache.page_size, shard, groups, of_kv)
+        layout = Layout(kvcache, methods, shard, kv, exchange, codec, probe.layers)
+        layout = self._proven(layout, replace(layout, kv=plain), lambda: probe.slots)
         host = step(find_room, layout)
         specs = LayerSpecs(runtime, probe, projector, ranks)
         step(specs.find)
@@ -196,17 +198,7 @@ class Start:
         step(specs.check_writing)
         step(specs.use_agreed)
         plan = step(self._with_hooks, layout, host, recomputer, recorded)
-        try:
-            self._check_capture(plan)
-        except Refused as refused:
-            if codec.is_view:
-                raise
-            exact = codec.name, codec.hidden_size, codec.dtype, refused
-            layout = replace(layout, codec=page_plan.hidden_as_they_are(*exact))
-            layout = self._proven(layout, replace(layout, kv=kv()), lambda: probe.slots)
-            host = step(find_room, layout)
-            plan = step(self._with_hooks, layout, host, recomputer, plan.hooks)
-            self._check_capture(plan)
+        self._check_capture(plan)
         specs.follow_weights()
         return plan
 
@@ -224,14 +216,20 @@ class Start:
         assert codec is not None
         staging = None if hooks is None else hooks.staging
         if staging is None:
-            of_rows = codec.hidden_size, codec.dtype
-            staging = page_plan.take_staging(self._runner, len(layers), *of_rows, device)
+            width, dtype = codec.hidden_size, codec.dtype
+            staging = page_plan.take_staging(self._runner, len(layers), width, dtype, device)
         memory = page_plan.projection_memory(layout, codec, self.projector)
         hooks = hooks or HiddenCapture([(layer.module, ()) for layer in layers])
         hooks.watch_only(layer.projection for layer in layers)
         hooks.staging, self._runtime.forwards.capture = staging, hooks
-        given = layout, host, None, recomputer
-        return HiddenPlan(*given, staging=staging, hooks=hooks, projection=memory)
+        return HiddenPlan(
+            layout=layout,
+            host=host,
+            recomputer=recomputer,
+            staging=staging,
+            hooks=hooks,
+            projection=memory,
+        )
 
     def _kv_plan(self) -> PagePlan:
         """Pages of K and V of all layers; raises Refused on every rank."""
@@ -246,11 +244,11 @@ class Start:
         groups = self._head_groups(methods, own)
         codec = self.step(page_plan.kv_codec, runtime, kvcache, own, groups, self._params.pp_size)
         plugin = page_plan.page_plugin(self._config) if codec != "none" else None
-        of_layers, drafts = (methods.layers("kv"), kvcache.page_size), packed_drafts(self._runner)
-        kv = partial(KVSegments, kvcache, *of_layers, own, groups, drafts=drafts)
+        layers, size, drafts = methods.layers("kv"), kvcache.page_size, packed_drafts(self._runner)
+        kv = partial(KVSegments, kvcache, layers, size, own, groups, drafts=drafts)
         layout = plain = Layout(kvcache, methods, own, kv(), exchange)
         if plugin is not None:
-            paired = plugin.segments(kvcache, *of_layers, self._head_groups(methods, WHOLE))
+            paired = plugin.segments(kvcache, layers, size, self._head_groups(methods, WHOLE))
             layout = replace(plain, shard=WHOLE, kv=paired)
         elif codec != "none":
             layout = replace(plain, kv=kv(codec))
@@ -339,8 +337,8 @@ class Start:
         order = CollectiveOrder(kvcache.device) if attention_ranks().world_size > 1 else None
         check = self.step(CaptureCheck, plan, projector, order)
         for graphs, by_layer in ((False, True), (False, False), (True, False)):
-            of_check = self._runner, check.tokens, ranks
-            run = partial(passes.prefill_and_decode, *of_check, graphs=graphs)
+            pass_through = partial(passes.prefill_and_decode, self._runner, check.tokens, ranks)
+            run = partial(pass_through, graphs=graphs)
             self.step(check.capture, run, seen=not graphs, by_layer=by_layer)
             self.step(check.restore, projector)
 
@@ -385,8 +383,10 @@ class Start:
         def prove() -> Recomputed:
             again, requests = partial(run_again, runner), int(runner.req_to_token_pool.size)
             with passes.attending_by(runner, other):
-                given = again, requests, probe, recomputer, kvcache
-                return check_recompute(*given, other_attention=other is not None)
+                instead = other is not None
+                return check_recompute(
+                    again, requests, probe, recomputer, kvcache, other_attention=instead
+                )
 
         try:
             other = all_or_none((group,), attention)  # ranks that have it run the model together
@@ -432,54 +432,103 @@ def _shard(exchange: Exchange | None) -> Shard:
 def build_stack(
     runtime: Runtime, params: Any, plan: PagePlan, projector: Projector
 ) -> AbstractContextManager[None]:
-    """Within the block SGLang's strategy builds HiCache's components around ours, by the plan."""
-    layout, methods, config = plan.layout, plan.layout.methods, runtime.config
-    kvcache, whole = layout.kvcache, params.token_to_kv_pool_allocator
+    """Within the block SGLang's strategy builds HiCache's components around our host pool and our
+    controller, as the plan says."""
+    layout, kvcache, config = plan.layout, plan.layout.kvcache, runtime.config
+    ranks, whole = attention_ranks(), params.token_to_kv_pool_allocator
     allocator = getattr(whole, "full_attn_allocator", whole)  # without that of windows
-    ranks, l3, hidden = attention_ranks(), runtime.l3, isinstance(plan, HiddenPlan)
+    hidden = plan if isinstance(plan, HiddenPlan) else None
     assert config is not None
     pool, order = _host_pool(runtime, params, plan), None
-    if ranks.world_size > 1 and (hidden or layout.exchange is not None):
+    if ranks.world_size > 1 and (hidden is not None or layout.exchange is not None):
         order = runtime.forwards.order = CollectiveOrder(kvcache.device)
     reason = refusal(EAGER, Server(runtime, kvcache, allocator, exchanges=order is not None))
     if reason is not None:
         runtime.unused[EAGER] = reason
     runtime.eager = reason is None
-    pipeline = plan.pipeline(pool.kv_buffer, projector, order)
-    estimates, failed = l3.estimates, runtime.cannot_restore
-    measured = estimates.slowdown, failed, estimates.measured_restore
-    of_loads = plan.recomputer, kvcache.device, *measured
-    loads = LoadQueue(pool.arena, pipeline, methods, *of_loads)
-    kv_checks, checks, capture, new_rows = KVChecks(runtime, pool, layout.kv), None, None, None
-    if layout.kv.layers:
-        kv_checks.watch(loads=not hidden)  # a load may recompute layers whose K and V are stored
-    hooks = None
-    if isinstance(plan, HiddenPlan):
-        capture, hooks = _start_capture(runtime, pool, plan), plan.hooks
-        new_rows = partial(RecomputedRows, capture, plan.staging, hooks)
-        of_rows = layout.hidden_layers, plan.codec, projector, layout.exchange, order
-        checks = ServiceChecks(runtime, pool, *of_rows)
-        checks.watch()
+    capture = None if hidden is None else _start_capture(runtime, pool, hidden)
+    pipeline, estimates = plan.pipeline(pool.kv_buffer, projector, order), runtime.l3.estimates
+    loads = LoadQueue(
+        pool.arena,
+        pipeline,
+        layout.methods,
+        plan.recomputer,
+        kvcache.device,
+        estimates.slowdown,
+        runtime.cannot_restore,
+        estimates.measured_restore,
+    )
     write_back = get_memory().hicache_write_policy == "write_back"
     pool.connect(loads, capture, frees_duplicates=write_back)
-    token_bytes = pool.size_per_token, page_plan.kv_bytes_per_token(kvcache)
-    warn_of_small_host_pool(pool.size, int(kvcache.size), *token_bytes)
-    layouts, eager = None, None
+    token_bytes = page_plan.kv_bytes_per_token(kvcache)
+    warn_of_small_host_pool(pool.size, int(kvcache.size), pool.size_per_token, token_bytes)
+    layouts = eager = None
     if plan.plugin is not None:
         layouts = plan.plugin.backups(layout.page, params.tp_cache_group, ranks.world_size)
-    if hidden or runtime.eager:
-        free_pages = ReservablePages(allocator, hooks)
-    if runtime.eager:
-        most = max(1, int(kvcache.size // params.page_size * _RESERVED))
-        seconds, known = config.recompute_ms / 1e3, methods.profile is not None
-        budget = SliceBudget(seconds, methods.chunk_tokens, methods.recompute, known=known)
-        of_hits = most, budget, l3, runtime.prefetches, new_rows
-        eager = EagerLoads(free_pages, pool, pipeline, loads, *of_hits)
-        runtime.on_weights_changed.append(eager.restores.give_all_back)
-    stages = StagePages(runtime, pool.arena, plan.host.host, new_stage_group)
-    judge = partial(judge_hits, runtime, config)
-    stack = Stack(runtime, pool, loads, eager, stages, kv_checks, judge, capture, checks, layouts)
+    if hidden is not None or runtime.eager:  # the model's hooks see what is allocated
+        free_pages = ReservablePages(allocator, hidden.hooks if hidden else None)
+        if runtime.eager:
+            eager = _eager_loads(runtime, free_pages, pool, pipeline, loads, hidden, capture)
+    kv_checks, checks = _service_checks(runtime, pool, plan, projector, order)
+    stack = Stack(
+        runtime=runtime,
+        pool=pool,
+        loads=loads,
+        eager=eager,
+        stages=StagePages(runtime, pool.arena, plan.host.host, new_stage_group),
+        kv_checks=kv_checks,
+        judge=partial(judge_hits, runtime, config),
+        capture=capture,
+        checks=checks,
+        layouts=layouts,
+    )
     return with_our_pool(kvcache, pool, partial(OwnPagesController, stack))
+
+
+def _eager_loads(
+    runtime: Runtime,
+    free_pages: ReservablePages,
+    pool: OwnPagesPool,
+    pipeline: RestorePipeline,
+    loads: LoadQueue,
+    hidden: HiddenPlan | None,
+    capture: StagedCapture | None,
+) -> EagerLoads:
+    """Restores of pages that arrive, and recomputation of others, while L3 is read."""
+    methods, config, new_rows = loads.methods, runtime.config, None
+    assert config is not None
+    if hidden is not None and capture is not None:
+        new_rows = partial(RecomputedRows, capture, hidden.staging, hidden.hooks)
+    budget = SliceBudget(
+        config.recompute_ms / 1e3,
+        methods.chunk_tokens,
+        methods.recompute,
+        known=methods.profile is not None,
+    )
+    most = max(1, int(pool.device_pool.size // pool.page_size * _RESERVED))
+    l3, prefetches = runtime.l3, runtime.prefetches
+    eager = EagerLoads(free_pages, pool, pipeline, loads, most, budget, l3, prefetches, new_rows)
+    runtime.on_weights_changed.append(eager.restores.give_all_back)
+    return eager
+
+
+def _service_checks(
+    runtime: Runtime,
+    pool: OwnPagesPool,
+    plan: PagePlan,
+    projector: Projector,
+    order: CollectiveOrder | None,
+) -> tuple[KVChecks, ServiceChecks | None]:
+    """Checks of K and V, and of hidden states, which look at what ``pool`` backs up."""
+    layout, checks = plan.layout, None
+    kv_checks = KVChecks(runtime, pool, layout.kv)
+    if layout.kv.layers:  # in hidden mode a load may recompute layers whose K and V are stored
+        kv_checks.watch(loads=layout.codec is None)
+    if layout.codec is not None:
+        layers, exchange = layout.hidden_layers, layout.exchange
+        checks = ServiceChecks(runtime, pool, layers, layout.codec, projector, exchange, order)
+        checks.watch()
+    return kv_checks, checks
 
 
 def _host_pool(runtime: Runtime, params: Any, plan: PagePlan) -> OwnPagesPool:
@@ -567,8 +616,8 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         every = passes.attention_modules(runner.model, kvcache.layer_num)
         seen = [every[layer] for layer in hidden]
         recorded = _largest_recorded_tokens(drafted_tokens(server.args))
-        how = runner, len(seen), runner.model_config.hidden_size, runner.dtype, kvcache.device
-        staging = page_plan.take_staging(*how, recorded_tokens=recorded)
+        width, dtype, device = runner.model_config.hidden_size, runner.dtype, kvcache.device
+        staging = page_plan.take_staging(runner, len(seen), width, dtype, device, recorded)
         hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])
         hooks.staging, runtime.forwards.capture = staging, hooks
     except Refused as refused:

@@ -131,8 +131,14 @@ def find_room(layout: Layout, host_share: float = 1.0) -> HostPages:
     ``host_share``: of --hicache-size for these pages; side pools get the rest."""
     memory, device = get_memory(), layout.kvcache.device
     size, ratio = memory.hicache_size * host_share, memory.hicache_ratio
-    given = layout.kvcache, layout.page, size, ratio, host_memory_budget_bytes()
-    host = plan_host_pages(*given, with_shadows=layout.codec is not None)
+    host = plan_host_pages(
+        layout.kvcache,
+        layout.page,
+        size,
+        ratio,
+        host_memory_budget_bytes(),
+        with_shadows=layout.codec is not None,
+    )
     # Freed memory stays in torch's cache until it is needed.
     try:
         torch.empty(layout.ring_bytes, dtype=torch.uint8, device=device)
@@ -265,14 +271,9 @@ def choose_codec(group: Group, runtime: Runtime, probe: Probe, projector: Projec
     try:
         return all_or_none((group,), lambda: _proven(wanted, probe, projector))
     except Refused as refused:
-        return hidden_as_they_are(wanted, rows.shape[1], rows.dtype, refused)
-
-
-def hidden_as_they_are(name: str, width: int, dtype: torch.dtype, refused: Refused) -> Codec:
-    """The exact codec, because codec ``name`` was refused."""
-    why = "hidden states are stored as they are (codec 'none')"
-    logger.warning("hcache: codec %r is not used, %s: %s", name, why, refused)
-    return make_codec("none", width, dtype)
+        why = "hidden states are stored as they are (codec 'none')"
+        logger.warning("hcache: codec %r is not used, %s: %s", wanted, why, refused)
+        return make_codec("none", rows.shape[1], rows.dtype)
 
 
 def _proven(name: str, probe: Probe, projector: Projector) -> Codec:
