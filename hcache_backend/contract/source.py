@@ -117,6 +117,7 @@ class Source:
         return self._modules[dotted]
 
     def _member(self, owner: Definition, name: str) -> Definition | None:
+        """The definition of ``name`` in a module or a class; None: there is none."""
         if isinstance(owner.node, ast.Module):
             return self._lookup(owner.module, name)
         if isinstance(owner.node, ast.ClassDef):

@@ -218,8 +218,10 @@ class Krul:
     def choose_pairs(
         self, kv: KVSegments, layout: PageLayout, slots: torch.Tensor, group: Group
     ) -> PairedLayout:
-        """The layout with default pairs, after a look for pairs that all ranks may merge; all ranks
-        of ``group`` call it. K and V of the model are in ``slots``, int64 ``[p * page_size]``."""
+        """Find the pairs of layers whose K and V may be merged into one, because that changes them
+        by less than option ``error`` on all ranks of ``group``, which all call it. Returns the
+        layout with the pairs of option ``pairs``, which nodes have unless others are chosen for
+        them. K and V of the model are in ``slots``, int64 ``[p * page_size]``, ``p`` pages."""
         layout, option = paired(layout), self._option
         layers, number = len(layout.layers), len(layout.pairs)
         assert isinstance(kv, PairedSegments)

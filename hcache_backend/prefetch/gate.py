@@ -95,7 +95,8 @@ class HitGate:
     # ---- the scheduler thread ----
 
     def propose_ends(self, turn: Turn) -> None:
-        """Propose which prefetches go on. Every rank has the same ones in the same turns."""
+        """Propose for each of the first prefetches whether it goes on, and last whether L3 is not
+        stalled, as :meth:`to_end`. Every rank has the same prefetches in the same turns."""
         cache, self._proposal = turn.cache, None
         first = [info.operation for info in islice(cache.ongoing_prefetch.values(), _JUDGED)]
         self._running, verdicts = first, [False] * (len(first) + 1)

@@ -94,6 +94,8 @@ class Backups:
                 self._answered.append(_Answer(operation.id, number, hole))
 
     def propose_holes(self, turn: Turn) -> None:
+        """Propose, for the operations that the backup thread ended first, the first page before
+        each that L3 lacks on this rank."""
         self.on = self.on and turn.cache.buffer_pipeline is None
         self._cache = turn.cache
         self._first_holes = None

@@ -177,9 +177,9 @@ class Joined(NamedTuple, Generic[_Shared]):
 def join(
     storage_config: HiCacheStorageConfig, make_shared: _MakeShared[_Shared]
 ) -> Joined[_Shared]:
-    """Open the store for the running server, and the shared L3 that ``make_shared`` makes; all
-    ranks call it at the same point. Raises ConfigError on every rank if an option is wrong or
-    fixed, or a folder cannot be used."""
+    """Open the store for the running server, and the L3 that machines share, if option ``shared``
+    names one: ``make_shared`` makes it. All ranks call it at the same point. Raises ConfigError on
+    every rank if an option is wrong or cannot change now, or a folder cannot be used."""
     joined: Joined[_Shared] | None = None
     error: Exception | None = None
     with ExitStack() as opened:

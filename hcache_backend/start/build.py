@@ -350,7 +350,8 @@ class Start:
         return self.step(observe, run, modules, calls=calls)
 
     def _page_recomputer(self, layout: Layout) -> Recomputer | None:
-        """Recomputer of whole pages of K and V while others are read; None: all are read."""
+        """Runs the model for the first pages of a hit while the others are read from L3. None: all
+        pages are read, and the runtime has the reason."""
         runtime, known = self._runtime, None
         runtime.recomputation = None
         runtime.unused.pop(RECOMPUTATION, None)
