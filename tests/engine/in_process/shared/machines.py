@@ -67,14 +67,16 @@ def slots(pages: tuple[int, ...]) -> torch.Tensor:
 
 
 def held(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, of: str = ""
 ) -> tuple[threading.Event, threading.Event]:
-    """Whoever calls ``owner.name`` waits: what says that somebody does, and what ends it."""
+    """Whoever calls ``owner.name`` waits, with a page ``of`` this key alone if there is one: what
+    says that somebody does, and what ends it."""
     begun, go_on, work = threading.Event(), threading.Event(), getattr(owner, name)
 
     def wait(*args: Any, **options: Any) -> Any:
-        begun.set()
-        assert go_on.wait(SECONDS)
+        if of in str(args):
+            begun.set()
+            assert go_on.wait(SECONDS)
         return work(*args, **options)
 
     monkeypatch.setattr(owner, name, wait)

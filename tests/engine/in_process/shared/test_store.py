@@ -1,9 +1,7 @@
 """The shared tier: its calls, SGLang's file backend in a folder of several machines, and hangs."""
 
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -288,52 +286,26 @@ def test_a_backend_that_cannot_be_made_is_named(
 # ---- hangs, failures and too much at a time ----
 
 
-@contextmanager
-def hanging(path: Path) -> Iterator[None]:
-    """Whoever opens ``path`` waits until the end of the block."""
-    data = path.read_bytes()
-    path.unlink()
-    os.mkfifo(path)
-    try:
-        yield
-    finally:
-        writer = os.open(path, os.O_RDWR)  # whoever waits goes on, and reads less than it wants
-        path.unlink()
-        path.write_bytes(data)
-        os.write(writer, b"x")
-        os.close(writer)
-
-
-def test_a_read_that_hangs_is_a_miss_and_the_backend_is_left_alone(
+def test_a_read_that_hangs_is_a_miss_and_goes_nowhere_and_the_backend_is_left_alone(
     first: Machine, machine: MakeMachine, monkeypatch: MonkeyPatch
 ) -> None:
-    """Without a bound the read would never return."""
+    """Without a bound the read would never return; when it does, the memory of its page has been
+    given to another one."""
     monkeypatch.setattr(shared_tier, "REST_SECONDS", 0.0)
     second = machine("second", shared={"read_seconds": 0.2})
     given = first.write(0, 1)
-    with hanging(value_of(0)):
-        assert second.read(0) == [False]
-        before = counted("not_asked")
-        assert second.read(1) == [False], "it is still at the first one"
-        assert second.hit(2) == 0
-        assert counted("not_asked") == before + 3
-    until(lambda: second.read(0, 1) == [True, True], "the backend to be asked again")
-    assert torch.equal(second.pool.data[:, :2], given)
-
-
-def test_late_reads_go_nowhere(
-    first: Machine, machine: MakeMachine, monkeypatch: MonkeyPatch
-) -> None:
-    """The memory of the page has been given to another one by then."""
-    monkeypatch.setattr(shared_tier, "REST_SECONDS", 0.0)
-    second = machine("second", shared={"read_seconds": 0.2})
-    first.write(0)
-    _, late = held(monkeypatch, HiCacheFile, "get")
+    _, go_on = held(monkeypatch, HiCacheFile, "get")
     assert second.read(0) == [False]
+    before = counted("not_asked")
+    assert second.read(1) == [False], "it is still at the first one"
+    assert second.hit(2) == 0
+    assert counted("not_asked") == before + 3
     mine = second.pool.data.clone()
-    late.set()
-    until(lambda: second.hit(1) == 1, "the late read to end")
+    go_on.set()
+    until(lambda: second.hit(2) == 2, "the late read to end")
     assert torch.equal(second.pool.data, mine)
+    assert second.read(0, 1) == [True, True]
+    assert torch.equal(second.pool.data[:, :2], given)
 
 
 def test_a_backend_that_hangs_is_closed_all_the_same(
@@ -342,11 +314,12 @@ def test_a_backend_that_hangs_is_closed_all_the_same(
     monkeypatch.setattr(shared_tier, "CLOSE_SECONDS", 0.2)
     second = machine("second", shared={"read_seconds": 0.2})
     first.write(0)
-    with hanging(value_of(0)):
-        assert second.read(0) == [False]
-        tier = second.storage._tier._shared
-        second.storage.close()
-        assert tier._reading.hangs
+    _, go_on = held(monkeypatch, HiCacheFile, "get")
+    assert second.read(0) == [False]
+    tier = second.storage._tier._shared
+    second.storage.close()
+    assert tier._reading.hangs
+    go_on.set()
 
 
 def test_after_a_failure_the_backend_is_left_alone_for_a_while(
@@ -398,8 +371,9 @@ def test_a_read_is_divided_into_parts_that_have_their_own_time(
     monkeypatch.setattr(shared_tier, "_PART_BYTES", 2 * 8192)
     second = machine("second", shared={"read_seconds": 3.0})
     given = first.write(*range(6))
-    with hanging(value_of(4)):
-        assert second.read(*range(6)) == [True] * 4 + [False] * 2
+    _, go_on = held(monkeypatch, HiCacheFile, "get", of=KEYS[4])
+    assert second.read(*range(6)) == [True] * 4 + [False] * 2
+    go_on.set()
     assert torch.equal(second.pool.data[:, :4], given[:, :4])
 
 
