@@ -139,6 +139,7 @@ def test_front_pages_are_recomputed_and_saved_until_they_meet_the_back(fronts: F
     meeting.arrived(4, 8)
     fronts.turn()
     assert meeting.pages == 8 and not meeting.next_batch(3)
+    fronts.turn(lambda *_: pytest.fail("ranks agree on nothing once the ends have met"))
     handed = fronts.eager.restores.hand_out(np.arange(8))
     assert handed is not None and handed.ready.all()
 
@@ -258,10 +259,9 @@ def test_what_was_offered_is_read_if_an_error_came_before_the_ranks_agreed(front
     meeting = fronts.began().meeting
     fronts.eager.propose_slices(Turn(fronts.cache))
     assert meeting.next_batch(8) == range(4, 8)
-    fronts.eager.governor.look = lambda _: None
-    fronts.eager.governor.pace = Pace(0.0, "put_off_waiting")
+    fronts.known = False  # nothing is offered any more
     fronts.turn()
-    assert meeting.next_batch(8) == range(2, 4)
+    assert not meeting._offered and meeting.next_batch(8) == range(2, 4)
 
 
 def test_host_pages_are_left_alone_when_the_processor_wants_them(fronts: Fronts) -> None:
