@@ -1,55 +1,66 @@
-"""The arena: our pages in one piece of pinned host memory, by the numbers that HiCache gives them.
+"""The arena: our pages in one piece of pinned host memory, and the table of what each of them is.
 
 HiCache's index of a host page is logical: a table names its physical page. If layers are captured,
 every page of the device's KV pool owns one more physical page, its *shadow*, for the rows of its
 tokens. A backup exchanges two table entries and copies no hidden states.
 
 - Every physical page is in exactly one table entry.
+- A host page is FREE, COMING, HERE or UNFIT (docs/structure.md draws it). Loads take pages that are
+  HERE, which may be on their way in a stream that the load waits for. They take no UNFIT page, and
+  it does not go to L3. A page is FREE also if HiCache has it for tokens whose rows did not come.
+- A read from L3, a save and recomputed rows are expected, and settled by a ticket: if the page was
+  freed meanwhile, it has another. Rows of a step are proven by their slots. A page is COMING until
+  it has all that it waits for.
 - Rows belong to one allocation of their slot. A new allocation or a load makes them void; later
   results of earlier steps do not count.
 - After a backup or a load, the rows of a device page are in a host page: the two are linked. If
   HiCache frees that while the tokens are on the device (``write_back`` does), the entries are
   exchanged back, and the page can be backed up again.
 - A page that was loaded cannot be backed up again.
-- Recomputed rows come to a host page without a shadow, which counts once they are there.
-- A page that the codec cannot hold is not a page. Its rows are not backed up. If that is known
-  only after the copy, the host page is unfit: no load takes it, and it does not go to L3.
+- Positions and token ids stand in the header of a page as soon as its tokens are known: loads read
+  them, and a page of L3 brings its own. Columns of their own would be a second copy. All else of a
+  header is written by :meth:`.PageLayout.seal`, once.
 
-Scheduler thread, but any thread may use ``physical``, ``pages``, ``unfit`` and ``expect`` for pages
-that it owns.
+Scheduler thread, but any thread may use ``physical``, ``pages``, ``namespaces``, ``usable`` and
+``unfit`` for pages that it owns, ``expect`` if HiCache has just allocated them, and ``settle`` for
+what it expected itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hcache_backend.format.envelope import WRITER_BYTES
-from hcache_backend.format.page import NO_NAMESPACE, PageLayout
+from hcache_backend.format.envelope import NAMESPACE_BYTES
+from hcache_backend.format.page import PageLayout
 
 Ids = npt.NDArray[np.int64]  # numbers of pages or slots, [n]
+_Values = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
+NO_NAMESPACE = bytes(NAMESPACE_BYTES)  # of pages whose weights are not known, or do not matter
 NOT_ENCODABLE = "rows not encodable"  # the problem of a page that the codec cannot hold
 
 
-class _RowState:
-    """The state of a slot's row, all layers together; an enum would take time."""
+class _PageState:
+    """The state of a host page; an enum would take time."""
 
-    VOID = 0
-    PROMISED = 1  # the step was launched; that every layer was written is not proven yet
-    PROVEN = 2
-    UNFIT = 3  # the codec cannot hold a row of it
+    FREE = 0
+    HERE = 1  # COMING, as long as it waits for something
+    UNFIT = 2  # the codec cannot hold it, or it could not be copied
 
 
-class Verdict:
-    """The device's verdict on a promised row, in the numbers of ``judge_rows``."""
+class RowState:
+    """The state of a slot's row, all layers together. The first three are also the verdicts of
+    ``judge_rows`` on a promised row."""
 
-    MISSING = 0  # a layer's copy did not happen
-    WRITTEN = 1
+    VOID = 0  # in a verdict: a layer's copy did not happen
+    PROVEN = 1
     UNFIT = 2  # the codec cannot hold it in a layer
+    PROMISED = 3  # the step was launched; that every layer was written is not proven yet
 
 
 class ShadowChanges(NamedTuple):
@@ -60,12 +71,9 @@ class ShadowChanges(NamedTuple):
 
 
 class Arena:
-    """Page tables, validity of rows, and the tokens of every slot. ``memory``: uint8 ``[host_pages
-    + device_pages, stride]``, of which only headers are written here. ``device_pages``: of the
-    device's KV pool, with the padding page; 0: no layer is captured, and pages get their headers on
-    the way to L3. ``stamp`` writes the header of a complete page (uint8 ``[page_bytes]``) that has
-    its tokens.
-    """
+    """``memory``: uint8 ``[host_pages + device_pages, stride]``, of which only positions and token
+    ids are written here. ``device_pages``: of the device's KV pool, with the padding page; 0: no
+    layer is captured. ``namespace`` gives that of pages that the present weights make."""
 
     def __init__(
         self,
@@ -73,7 +81,7 @@ class Arena:
         layout: PageLayout,
         host_pages: int,
         device_pages: int = 0,
-        stamp: Callable[[npt.NDArray[np.uint8]], None] = lambda page: None,
+        namespace: Callable[[], bytes] = lambda: NO_NAMESPACE,
     ) -> None:
         wanted = (host_pages + device_pages, layout.stride)
         if host_pages < 1:
@@ -82,24 +90,27 @@ class Arena:
             raise ValueError(f"memory is {memory.shape}, the arena needs {wanted}")
         self.memory = memory
         self.layout = layout
-        self._unfit = np.zeros(len(memory), np.bool_)  # by physical page
-        self._pending: dict[int, Ids] = {}  # by host page: the array of its wait_for
-        self._stamp = stamp
+        self._present = namespace
         slots = device_pages * layout.page_size
-        self._host = np.arange(host_pages, dtype=np.int64)
+        # The table, by host page:
+        self._host = np.arange(host_pages, dtype=np.int64)  # its physical page
+        self._state = np.zeros(host_pages, np.uint8)
+        self._ticket = np.zeros(host_pages, np.int64)  # of what was expected last; 0: none
+        self._unsettled = np.zeros(host_pages, np.bool_)  # it waits for that...
+        self._unproven = np.zeros(host_pages, np.bool_)  # ...or for rows of its device page
+        self._namespace = np.zeros(host_pages, f"V{NAMESPACE_BYTES}")  # of the weights that made it
+        self._device_page = np.full(host_pages, -1, np.int64)  # the one whose tokens it holds
+        # By page of the device's KV pool:
         self._shadow = np.arange(host_pages, host_pages + device_pages, dtype=np.int64)
-        self._clock = 0
+        self._host_page = np.full(device_pages, -1, np.int64)  # the same link from the other side
+        # By slot:
         self._generation = np.zeros(slots, np.int64)  # clock when the slot's rows last became void
         self._rows = np.zeros(slots, np.uint8)
         self._lost = np.zeros(slots, np.bool_)  # filled, and a row is missing
         self._positions = np.zeros(slots, np.int32)
         self._token_ids = np.zeros(slots, np.int32)
-        self._device_page = np.full(host_pages, -1, np.int64)  # the one whose tokens it holds
-        self._host_page = np.full(device_pages, -1, np.int64)  # the same link from the other side
-        self._unproven: set[int] = set()  # host pages that wait for the proof of their rows
-        self._recomputed: set[int] = set()  # pending pages whose rows do not come from shadows
-        self._blank_header = np.empty(layout.header_bytes, np.uint8)
-        layout.begin_header(self._blank_header, NO_NAMESPACE, bytes(WRITER_BYTES))
+        self._clock = 0
+        self._tickets = count(1)
 
     def physical(self, host_pages: Ids) -> Ids:
         return self._host[host_pages]
@@ -113,58 +124,73 @@ class Arena:
     def host_access(self, pages: Ids, *, write: bool, header: bool = False) -> None:
         """Does nothing. Shows tests/order what the CPU accesses: no stream shows it."""
 
-    def settled(self, host_pages: Ids) -> bool:
-        """True if it is known of all pages whether their layers are there."""
-        if not self._pending and not self._unproven:
-            return True
-        return not any(p in self._pending or p in self._unproven for p in host_pages.tolist())
+    def usable(self, host_pages: Ids) -> bool | None:
+        """True if loads may take all of the pages; None if that is not known yet."""
+        waits = self._unsettled[host_pages] | self._unproven[host_pages]
+        return None if waits.any() else bool((self._state[host_pages] == _PageState.HERE).all())
 
     def unfit(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
         """Mask of pages that the codec cannot hold, or that could not be copied."""
-        return self._unfit[self.physical(host_pages)]
+        return self._state[host_pages] == _PageState.UNFIT
 
-    def complete(self, host_pages: Ids) -> None:
-        """All layers of the pages are there, or on their way."""
-        self.stop_waiting(host_pages)
-        self._unfit[self.physical(host_pages)] = False
+    def namespaces(self, host_pages: Ids) -> list[bytes]:
+        found: list[bytes] = self._namespace[host_pages].tolist()
+        return found
+
+    def expect(self, host_pages: Ids, namespace: bytes = NO_NAMESPACE) -> int:
+        """Content comes to pages that HiCache has allocated. Returns the ticket to settle it."""
+        ticket = next(self._tickets)
+        self._state[host_pages] = _PageState.HERE
+        self._ticket[host_pages], self._unsettled[host_pages] = ticket, True
+        self._namespace[host_pages] = np.void(namespace)
+        return ticket
+
+    def expect_recomputed(self, host_pages: Ids, positions: Ids, token_ids: Ids) -> int:
+        """The tokens come recomputed to the pages; otherwise as :meth:`expect`."""
+        self._write_tokens(self._host[host_pages], positions, token_ids)
+        return self.expect(host_pages, self._present())
+
+    def tickets(self, host_pages: Ids) -> Ids:
+        """Of each page; another one, or 0, once HiCache has freed it."""
+        return self._ticket[host_pages]
+
+    def settle(
+        self, host_pages: Ids, tickets: Ids | int, fits: npt.NDArray[np.bool_] | None = None
+    ) -> Ids:
+        """What ``tickets`` are of has come, if it is still wanted. Returns the pages that do not
+        fit the codec (``fits`` is False)."""
+        due = (self._ticket[host_pages] == tickets) & self._unsettled[host_pages]
+        unfit = host_pages[:0] if fits is None else host_pages[due & ~fits]
+        self._unsettled[host_pages[due]] = False
+        if len(unfit):  # never of what another thread has read
+            self.mark_unfit(unfit)
+        return unfit
 
     def mark_unfit(self, host_pages: Ids) -> None:
         """No load may take the pages until they get other content."""
-        self._unfit[self.physical(host_pages)] = True
+        self.free(host_pages)
+        self._state[host_pages] = _PageState.UNFIT
 
-    def expect(self, host_pages: Ids) -> None:
-        """The pages are about to be read from L3."""
-        self.host_access(self.physical(host_pages), write=True)
-        self.complete(host_pages)
+    def free(self, host_pages: Ids) -> None:
+        """HiCache freed the pages, and their tokens are not on the device any more; or what should
+        come to them does not exist."""
+        self._unlink_host(host_pages)
+        self._empty(host_pages)
 
-    def wait_for(self, host_pages: Ids) -> None:
-        """The pages are not settled until :meth:`mark_saved` gets this array, or are rewritten."""
-        self._pending |= dict.fromkeys(host_pages.tolist(), host_pages)
+    def _empty(self, host_pages: Ids | npt.NDArray[np.bool_] | slice) -> None:
+        self._state[host_pages] = _PageState.FREE
+        self._ticket[host_pages] = 0
+        self._unsettled[host_pages] = self._unproven[host_pages] = False
 
-    def stop_waiting(self, host_pages: Ids) -> None:
-        """The pages wait for nothing any more."""
-        for page in host_pages.tolist() if self._pending else ():
-            self._pending.pop(page, None)
-            self._recomputed.discard(page)
-
-    def mark_saved(self, host_pages: Ids, fits: npt.NDArray[np.bool_]) -> Ids:
-        """Settle pages of a :meth:`wait_for`, without those that wait anew. Returns those that do
-        not fit the codec (``fits`` is False). Recomputed pages are stamped."""
-        still = [self._pending.get(p) is host_pages for p in host_pages.tolist()]
-        waited = np.array(still, np.bool_)
-        recomputed = waited & [p in self._recomputed for p in host_pages.tolist()]
-        self.stop_waiting(host_pages[waited])
-        unfit = host_pages[waited & ~fits]
-        self.mark_unfit(unfit)
-        self._unlink_host(host_pages[recomputed & ~fits])
-        self._stamp_all(host_pages[recomputed])
-        return unfit
-
-    def _stamp_all(self, host_pages: Ids) -> None:
-        physical = self._host[host_pages]
-        self.host_access(physical, write=True, header=True)
-        for page in physical.tolist():
-            self._stamp(self.memory[page])
+    def take_back(self, host_pages: Ids) -> ShadowChanges:
+        """HiCache freed the pages: tokens still on the device take their rows back as shadows. All
+        that happened to their slots must be known, and recomputed rows must be there."""
+        back = host_pages[self._device_page[host_pages] >= 0]
+        pages = self._device_page[back]
+        self._host[back], self._shadow[pages] = self._shadow[pages], self._host[back]
+        self._host_page[pages] = self._device_page[back] = -1
+        self.free(host_pages)
+        return ShadowChanges(pages, self._shadow[pages])
 
     @property
     def shadows(self) -> Ids:
@@ -192,7 +218,7 @@ class Arena:
         """A forward pass that fills ``slots`` was launched, and with it, if ``promised``, all that
         captures its rows. Returns the step's ticket for :meth:`prove`."""
         self._unlink_device(slots // self.layout.page_size)
-        self._refill(slots, _RowState.PROMISED if promised else _RowState.VOID)
+        self._refill(slots, RowState.PROMISED if promised else RowState.VOID)
         self._lost[slots] = not promised
         self._positions[slots] = positions
         self._token_ids[slots] = token_ids
@@ -200,21 +226,28 @@ class Arena:
 
     def prove(self, slots: Ids, ticket: int, verdicts: npt.NDArray[np.uint8]) -> tuple[int, int]:
         """Apply a step's verdicts; returns how many rows, if still its own, are missing, unfit."""
-        due = (self._generation[slots] == ticket) & (self._rows[slots] == _RowState.PROMISED)
-        written = verdicts == Verdict.WRITTEN
-        if np.count_nonzero(written) == len(written):
-            self._rows[slots[due]] = _RowState.PROVEN
-            self._finish_unproven()
-            return 0, 0
-        self._rows[slots[due & written]] = _RowState.PROVEN
-        missing = slots[due & (verdicts == Verdict.MISSING)]
-        unfit = slots[due & (verdicts == Verdict.UNFIT)]
-        lost = np.concatenate((missing, unfit))
-        self._refill(lost)
-        self._lost[lost] = True
-        self._rows[unfit] = _RowState.UNFIT
-        self._finish_unproven()
-        return len(missing), len(unfit)
+        due = (self._generation[slots] == ticket) & (self._rows[slots] == RowState.PROMISED)
+        slots, verdicts = slots[due], verdicts[due]
+        self._rows[slots] = verdicts
+        self._lost[slots] = verdicts != RowState.PROVEN
+        host_pages = self._host_page[slots // self.layout.page_size]
+        host_pages = np.unique(host_pages[host_pages >= 0])
+        self._judge(host_pages[self._unproven[host_pages]])
+        missing, unfit = (int((verdicts == one).sum()) for one in (RowState.VOID, RowState.UNFIT))
+        return missing, unfit
+
+    def _judge(self, host_pages: Ids) -> None:
+        """Pages that wait for rows have them if all are proven, and never get them if one is not
+        there."""
+        rows = self._rows_of(host_pages)
+        proven, unfit = (rows == RowState.PROVEN).all(1), (rows == RowState.UNFIT).any(1)
+        self._unproven[host_pages[proven]] = False
+        self.free(host_pages[(rows == RowState.VOID).any(1)])
+        self.mark_unfit(host_pages[unfit])
+
+    def _rows_of(self, host_pages: Ids) -> npt.NDArray[np.uint8]:
+        """Rows of the device pages of linked pages, ``[n, page_size]``."""
+        return self._rows.reshape(-1, self.layout.page_size)[self._device_page[host_pages]]
 
     def problem(self, slots: Ids) -> str | None:
         """The reason why the pages of ``slots`` cannot be backed up, or None."""
@@ -224,7 +257,7 @@ class Arena:
         if not np.array_equal(slots, (pages[:, None] * size + np.arange(size)).ravel()):
             return "slots are not whole pages"
         rows = self._rows[slots]
-        if (rows == _RowState.VOID).any():
+        if (rows == RowState.VOID).any():
             return "rows not valid"
         if (self._host_page[pages] >= 0).any():
             return "rows backed up already"
@@ -232,7 +265,7 @@ class Arena:
         wanted = np.arange(first, first + len(positions), dtype=np.int32)
         if first % size or not np.array_equal(positions, wanted):
             return "positions not consecutive"
-        return NOT_ENCODABLE if (rows == _RowState.UNFIT).any() else None
+        return NOT_ENCODABLE if (rows == RowState.UNFIT).any() else None
 
     def swap(self, slots: Ids, host_pages: Ids) -> ShadowChanges:
         """Back up the pages of ``slots``: their shadows become ``host_pages``. :meth:`problem` must
@@ -242,47 +275,26 @@ class Arena:
         filled, empty = self._shadow[pages], self._host[host_pages]
         self._host[host_pages], self._shadow[pages] = filled, empty
         self._link(host_pages, pages)
-        self.complete(host_pages)
-        self._begin_headers(filled, self._positions[slots], self._token_ids[slots])
-        self._unproven.update(host_pages.tolist())
-        self._finish_unproven()
+        self._state[host_pages], self._unproven[host_pages] = _PageState.HERE, True
+        self._namespace[host_pages] = np.void(self._present())
+        self._write_tokens(filled, self._positions[slots], self._token_ids[slots])
+        self._judge(host_pages)
         return ShadowChanges(pages, empty)
 
-    def mark_rows_missing(self, host_pages: Ids) -> None:
-        """HiCache allocated ``host_pages`` for tokens whose rows are not there."""
-        self.complete(host_pages)
-        self._begin_headers(self._host[host_pages])
-
-    def _begin_headers(self, physical: Ids, *tokens: npt.NDArray[Any]) -> None:
-        """``tokens``: positions and ids, [n * page_size] each."""
+    def _write_tokens(self, physical: Ids, positions: _Values, token_ids: _Values) -> None:
+        """To headers; ``[n * page_size]`` each."""
         layout = self.layout
         self.host_access(physical, write=True, header=True)
-        self.memory[physical, : layout.header_bytes] = self._blank_header
-        for field, values in zip((layout.positions, layout.token_ids), tokens, strict=False):
-            field(self.memory)[physical] = values.reshape(-1, layout.page_size)
-
-    def whole(self, host_pages: Ids) -> bool | None:
-        """True if all rows of ``host_pages`` are there; None if that is not known yet."""
-        if not self.settled(host_pages):
-            return None
-        stamped = map(self.layout.is_stamped, self.memory[self._host[host_pages]])
-        return not self.unfit(host_pages).any() and (not len(self._shadow) or all(stamped))
+        layout.positions(self.memory)[physical] = positions.reshape(-1, layout.page_size)
+        layout.token_ids(self.memory)[physical] = token_ids.reshape(-1, layout.page_size)
 
     def unfit_rows(self, slots: Ids) -> npt.NDArray[np.bool_]:
         """Mask of ``slots`` whose rows are known not to fit the codec."""
-        return self._rows[slots] == _RowState.UNFIT
+        return self._rows[slots] == RowState.UNFIT
 
-    def recomputed(self, host_pages: Ids, positions: Ids, token_ids: Ids) -> None:
-        """The tokens come recomputed to ``host_pages``; :meth:`mark_saved` gets this array then."""
-        self.complete(host_pages)
-        self.wait_for(host_pages)
-        if len(self._shadow):  # otherwise headers come when pages go to L3
-            self._begin_headers(self._host[host_pages], positions, token_ids)
-            self._recomputed.update(host_pages.tolist())
-
-    def loaded(self, slots: Ids, host_pages: Ids) -> None:
-        """``slots`` were allocated for the tokens of ``host_pages``. An unfit one has no rows:
-        its tokens were recomputed to the slots."""
+    def loaded(self, slots: Ids, host_pages: Ids, tickets: Ids) -> None:
+        """``slots`` were allocated for the tokens of ``host_pages``, which had these ``tickets``.
+        One that was freed meanwhile, or is unfit, has no rows for them."""
         size = self.layout.page_size
         pages = slots[::size] // size
         physical = self._host[host_pages]
@@ -290,47 +302,21 @@ class Arena:
         self.host_access(physical, write=False, header=True)
         self._positions[slots] = self.layout.positions(self.memory)[physical].ravel()
         self._token_ids[slots] = self.layout.token_ids(self.memory)[physical].ravel()
-        self._link(host_pages, pages)
-        unfit = np.repeat(self._unfit[physical], size)
-        self._rows[slots] = np.where(unfit, _RowState.UNFIT, _RowState.PROVEN)
+        there = (self._state[host_pages] == _PageState.HERE) & (self._ticket[host_pages] == tickets)
+        self._link(host_pages[there], pages[there])
+        self._rows[slots] = np.where(np.repeat(there, size), RowState.PROVEN, RowState.VOID)
 
-    def _finish_unproven(self) -> None:
-        """Stamp the pages whose rows are all there; a page that lost one is never stamped."""
-        if not self._unproven:
-            return
-        host_pages = np.fromiter(self._unproven, np.int64)
-        rows = self._rows.reshape(-1, self.layout.page_size)[self._device_page[host_pages]]
-        proven = (rows == _RowState.PROVEN).all(1)
-        unfit = (rows == _RowState.UNFIT).any(1)
-        self.mark_unfit(host_pages[unfit])
-        self._stamp_all(host_pages[proven])
-        settled = proven | unfit | (rows == _RowState.VOID).any(1)
-        self._unproven.difference_update(host_pages[settled].tolist())
-
-    def host_freed(self, host_pages: Ids) -> ShadowChanges:
-        """HiCache freed ``host_pages``: tokens still on the device take their rows back as shadows.
-        All that happened to their slots must be known, and recomputed rows must be there."""
-        linked = host_pages[self._device_page[host_pages] >= 0]
-        rows = self._rows.reshape(-1, self.layout.page_size)[self._device_page[linked]]
-        back = linked[(rows == _RowState.PROVEN).all(1)]
-        pages = self._device_page[back]
-        self._host[back], self._shadow[pages] = self._shadow[pages], self._host[back]
-        self._host_page[pages] = self._device_page[back] = -1
-        self.host_dropped(host_pages)
-        return ShadowChanges(pages, self._shadow[pages])
-
-    def host_dropped(self, host_pages: Ids) -> None:
-        """HiCache freed ``host_pages``, and their tokens are not on the device any more."""
-        self.stop_waiting(host_pages)
-        self._unlink_host(host_pages)
+    def forget(self) -> None:
+        """All rows lost their meaning; pages in host memory keep what is there."""
+        self._refill(slice(None))
+        self._lost[:] = False
+        self._empty(self._unproven.copy())
+        self._device_page[:] = self._host_page[:] = -1
 
     def clear(self) -> None:
         """Every host page and every slot was freed."""
-        self._refill(slice(None))
-        self._lost[:] = False
-        self._device_page[:] = self._host_page[:] = -1
-        for pages in (self._unproven, self._pending, self._recomputed):
-            pages.clear()
+        self.forget()
+        self._empty(slice(None))
 
     def _link(self, host_pages: Ids, device_pages: Ids) -> None:
         self._unlink_host(host_pages)
@@ -344,9 +330,9 @@ class Arena:
         self._refill((device_pages[:, None] * size + np.arange(size)).ravel())
         self._host_page[device_pages] = -1
         self._device_page[host_pages] = -1
-        self._unproven.difference_update(host_pages.tolist())
+        self._empty(host_pages[self._unproven[host_pages]])
 
-    def _refill(self, slots: Ids | slice, state: int = _RowState.VOID) -> None:
+    def _refill(self, slots: Ids | slice, state: int = RowState.VOID) -> None:
         """``slots`` get other rows; a proof that is still on its way does not count for them."""
         self._clock += 1
         self._generation[slots] = self._clock

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hcache_backend.arena import Arena
+from hcache_backend.arena import Arena, _PageState
 
 if TYPE_CHECKING:  # GPU machines may lack what it imports
     from hcache_backend.prefetch.eager import EagerRestores
@@ -23,9 +23,9 @@ def assert_sound_arena(arena: Arena) -> None:
     for page in np.flatnonzero(arena._host_page >= 0).tolist():
         assert arena._device_page[arena._host_page[page]] == page, "a device page's link is broken"
     assert (arena._generation <= arena._clock).all()
-    assert all(arena._device_page[page] >= 0 for page in arena._unproven), (
-        "an orphan waits for proof"
-    )
+    assert (arena._device_page[arena._unproven] >= 0).all(), "an orphan waits for proof"
+    waits = arena._unsettled | arena._unproven
+    assert (arena._state[waits] == _PageState.HERE).all(), "what does not come is waited for"
 
 
 def assert_sound_reservations(eager: EagerRestores) -> None:

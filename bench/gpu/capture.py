@@ -42,7 +42,7 @@ class Saving:
         pages = -(-tokens // PAGE) + 1  # slot 0 belongs to the padding page
         self.memory = device.pinned(pages + 1, layout.page_bytes)
         self.memory.fill_(0xEE)
-        self.arena = Arena(self.memory.numpy(), layout, 1, pages, lambda page: None)
+        self.arena = Arena(self.memory.numpy(), layout, 1, pages)
         self.staging = Staging(shape.layers, shape.hidden, device.dtype, capacity, device.kind)
         self.capture = StagedCapture(
             self.arena, self.memory, self.staging, range(shape.layers), codec

@@ -37,7 +37,7 @@ class StepEntry:
 
 
 class Proof(NamedTuple):
-    """A :class:`Verdict` on each row of a step, on the CPU once ``done`` has passed."""
+    """A :class:`.RowState` of each row of a step, on the CPU once ``done`` has passed."""
 
     step: StepEntry | None  # None: the step was forgotten
     verdicts: HostBuffer  # uint8 [n]
@@ -51,7 +51,6 @@ class _Entry(NamedTuple):
     read: Read
     tell: Callable[[Ids], None]
     step: StepEntry | None = None
-    host_pages: Ids | None = None
 
 
 class _Copy(NamedTuple):
@@ -99,8 +98,9 @@ class Ledger:
 
     def loaded(self, slots: torch.Tensor, host_pages: Ids) -> None:
         """``slots`` will hold the tokens of ``host_pages``."""
-        tell = partial(self._arena.loaded, host_pages=host_pages)
-        self._entries.append(_Entry(self.read(slots), tell, host_pages=host_pages))
+        tickets = self._arena.tickets(host_pages)
+        tell = partial(self._arena.loaded, host_pages=host_pages, tickets=tickets)
+        self._entries.append(_Entry(self.read(slots), tell))
 
     def step(
         self, slots: torch.Tensor, launch: Callable[[torch.Tensor, torch.Tensor], object]
@@ -128,14 +128,6 @@ class Ledger:
     def prove(self, proof: Proof) -> None:
         """Queue the proof of a step; call in the order of the steps."""
         self._proofs.append(proof)
-
-    def host_freed(self, host_pages: Ids) -> None:
-        """Call before HiCache frees ``host_pages``. Waits for a load from them that the arena does
-        not know; in steady state there is none, since a load holds its pages for longer."""
-        freed = set(host_pages.tolist())
-        loads = (entry.host_pages for entry in self._entries if entry.host_pages is not None)
-        if any(not freed.isdisjoint(pages.tolist()) for pages in loads):
-            self.settle()
 
     @property
     def none_lost(self) -> bool:
@@ -172,7 +164,7 @@ class Ledger:
         self._entries.clear()
         # Their memory is still to be written.
         self._proofs = deque(proof._replace(step=None) for proof in self._proofs)
-        self._arena.clear()
+        self._arena.forget()
 
     def read(self, values: torch.Tensor) -> Read:
         """Ask the next pass to bring ``values`` (int64 ``[n]``, on the device) to the CPU."""

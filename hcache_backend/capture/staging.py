@@ -339,14 +339,10 @@ class StagedCapture:
     def back_up(self, slots: Ids, host_pages: Ids) -> None:
         self._use_shadows(self.arena.swap(slots, host_pages))
 
-    def host_freed(self, host_pages: Ids, *, duplicates: bool) -> None:
-        """HiCache freed ``host_pages``. ``duplicates``: their tokens may still be on the device."""
-        if duplicates:
-            self.ledger.settle()
-            self._use_shadows(self.arena.host_freed(host_pages))
-        else:
-            self.ledger.host_freed(host_pages)
-            self.arena.host_dropped(host_pages)
+    def take_back(self, host_pages: Ids) -> None:
+        """HiCache freed ``host_pages``, whose tokens may still be on the device."""
+        self.ledger.settle()
+        self._use_shadows(self.arena.take_back(host_pages))
 
     def transfers(self) -> Event:
         """An event behind every transfer that was launched so far."""

@@ -15,7 +15,6 @@ import torch
 from hcache_backend.arena import NOT_ENCODABLE, Arena, Ids
 from hcache_backend.checks.comparison import difference, equal, of_kv, projected_difference
 from hcache_backend.checks.probe import PROBE_TOKENS, given, kept, refusing
-from hcache_backend.format.envelope import NAMESPACE_BYTES, WRITER_BYTES
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import Shard
 from hcache_backend.host.ports import HiddenPages
@@ -139,13 +138,7 @@ class CaptureCheck:
         shadows = len(self._pages) + 1  # an empty pool hands out its first pages, except page 0
         shape = (len(self._pages) + shadows, layout.stride)
         self._memory = host_tensor(shape, torch.uint8, device).zero_()
-        self._arena = Arena(
-            self._memory.numpy(),
-            layout,
-            len(self._pages),
-            shadows,
-            lambda page: layout.stamp(page, b"\1" * NAMESPACE_BYTES, bytes(WRITER_BYTES)),
-        )
+        self._arena = Arena(self._memory.numpy(), layout, len(self._pages), shadows)
         self._capture = plan.capture(self._arena, self._memory)
         # Made before the restores, which have collectives: one rank may lack memory for it.
         self._pipeline = plan.pipeline(self._memory, projector, order)
@@ -212,6 +205,7 @@ class CaptureCheck:
         layout, problem = self._layout, self._capture.ledger.broken or self._arena.problem(slots)
         if problem not in (None, NOT_ENCODABLE):  # that it holds enough was decided before
             return problem
+        self._fits = torch.from_numpy(~self._arena.unfit_rows(slots))
         self._capture.back_up(slots, self._pages)
         if layout.kv.layers:
             pages = torch.from_numpy(self._arena.physical(self._pages)).to(layout.kvcache.device)
@@ -219,12 +213,10 @@ class CaptureCheck:
                 of_layers = zip(layout.kv.layers, fits.all(1).tolist(), strict=True)
                 self._not_encoded = {layer for layer, fit in of_layers if not fit}
         self._capture.transfers().synchronize()
-        self._fits = torch.from_numpy(~self._arena.unfit_rows(slots))
         if not self._fits.any():
             return "no row is encodable"
         whole = self._pages[self._fits.view(len(self._pages), -1).all(1).numpy()]
-        proven = map(layout.page.is_stamped, self._arena.pages(whole))
-        return None if all(proven) else "rows are not proven"
+        return None if self._arena.usable(whole) else "rows are not proven"
 
     def _difference(self, received: dict[int, torch.Tensor]) -> str | None:
         """The layer whose rows in host memory differ from its projection's input."""

@@ -219,7 +219,8 @@ class KVChecks(_Checks[int, _Part]):
             self._compared(self._waiting.popleft())
 
     def _arrived(self, check: _Check[_Part]) -> bool:
-        return check.event.query() and self._pool.settled(np.array([check.host_page]))
+        known = self._pool.usable(np.array([check.host_page])) is not None
+        return known and check.event.query()
 
     def _problem(self, check: _Check[_Part]) -> str | None:
         try:
@@ -227,11 +228,11 @@ class KVChecks(_Checks[int, _Part]):
         except StreamFailed as failed:
             return str(failed)
         layers, held, part = check.left.popleft()
-        arena, host_page = self._pool.arena, np.array([check.host_page])
-        if check.buffer is None or not arena.settled(host_page) or arena.unfit(host_page).any():
+        host_page = np.array([check.host_page])
+        if check.buffer is None or not self._pool.arena.usable(host_page):
             return None  # it was not copied, or is not encodable
         layout = self._layout_of(check.host_page)
-        [page] = arena.pages(host_page)
+        [page] = self._pool.arena.pages(host_page)
         segments = torch.from_numpy(page[layout.segment(layers[0])])
         if self._kv.holds(segments, check.buffer.values[held], part, layout, layers[0]):
             return None
@@ -281,8 +282,8 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
             for check in islice(self._waiting, _AT_ONCE):
                 # None: its rows have arrived, but it is not yet known if all did.
                 page = np.array([check.host_page])
-                whole = self._pool.arena.whole(page) if check.event.query() else None
-                flags += [whole is not None, whole is not False]
+                usable = self._pool.arena.usable(page) if check.event.query() else None
+                flags += [usable is not None, usable is not False]
             self._proposal = turn.propose(self._pace.rested, *flags)
 
     def apply_checks(self) -> None:
@@ -343,7 +344,7 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
         """Positions of a page's tokens, int64 ``[page_size]``. A page whose rows are missing has
         none, but other ranks, whose pages may be whole, wait for this one's rows."""
         layout, arena = self._pool.page_layout, self._pool.arena
-        if arena.whole(host_page) is False:
+        if arena.usable(host_page) is False:
             return np.arange(layout.page_size)
         [header] = arena.pages(host_page, header=True)
         return layout.positions(header).astype(np.int64)

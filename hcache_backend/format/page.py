@@ -54,14 +54,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hcache_backend.format import envelope
 from hcache_backend.format import units as page_units
 from hcache_backend.format.envelope import BLOCK, CHECKSUM, KEY, NAMESPACE, WRITER, round_up
 from hcache_backend.format.units import WHOLE, Segment, SegmentTable, Shard, Unit, digest
 
 MAGIC = b"HCPG"
 FORMAT_VERSION = 4
-NO_NAMESPACE = bytes(envelope.NAMESPACE_BYTES)  # of a page whose rows are not all there
 
 PREFIX = struct.Struct("<4sHHHHI")
 _SHARD = slice(88, 90)
@@ -223,27 +221,17 @@ class PageLayout:
         """Write the slots of layers to the headers of ``pages`` (``[..., page_bytes]``)."""
         pages[..., self.tables_at] = np.frombuffer(self._tables, np.uint8)
 
-    def begin_header(self, page: Bytes, namespace: bytes, writer: bytes) -> None:
-        """Write the header of a fresh page; positions, ids and segments are the caller's. The page
-        is not valid until :meth:`seal`."""
-        # If the page is divided already, others may read how: that never changes.
-        page[: self.tables_at.start] = 0
+    def seal(self, page: Bytes, namespace: bytes, key: bytes, writer: bytes) -> None:
+        """Write the header of a page (uint8 ``[page_bytes]``) that has its positions, its token ids
+        and its segments: from here on it proves itself."""
+        # Others may read these, or how the page divides: that does not change.
+        page[:TOKENS] = 0
         page[self.tables_at.stop : self.header_bytes] = 0
         page[: PREFIX.size] = np.frombuffer(self._prefix, np.uint8)
         self.divide(page)
         page[_SHARD] = self.shard
-        self.stamp(page, namespace, writer)
-
-    def stamp(self, page: Bytes, namespace: bytes, writer: bytes) -> None:
-        """Write the namespace and the writer, if :meth:`begin_header` left them open."""
-        page[NAMESPACE] = np.frombuffer(namespace, np.uint8)
-        page[WRITER] = np.frombuffer(writer, np.uint8)
-
-    def seal(self, page: Bytes, key: bytes) -> None:
-        """Write key and digests: from here on the page proves itself."""
-        page[_SHARD] = self.shard  # the header may have come with another shard
-        page[KEY] = np.frombuffer(key, np.uint8)
-        page[self.tables_at.stop : self.header_bytes] = 0
+        for field, value in ((NAMESPACE, namespace), (KEY, key), (WRITER, writer)):
+            page[field] = np.frombuffer(value, np.uint8)
         self._digests(page)[:] = self._digests_now(page)
         page[CHECKSUM] = np.frombuffer(self._checksum_now(page), np.uint8)
 
@@ -285,13 +273,6 @@ class PageLayout:
         if token_ids is not None and not np.array_equal(self.token_ids(page), token_ids):
             return "token ids"
         return None
-
-    def namespace_of(self, page: Bytes) -> bytes:
-        return page[NAMESPACE].tobytes()
-
-    def is_stamped(self, page: Bytes) -> bool:
-        """Whether ``page`` was stamped: no row of it was lost, or is still on its way."""
-        return self.namespace_of(page) != NO_NAMESPACE
 
     @cached_property
     def _segments(self) -> tuple[Segment, ...]:

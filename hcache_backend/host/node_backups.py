@@ -127,7 +127,7 @@ class NodeBackups:
     def add_backup(self, backup: Backup, host_pages: Ids) -> None:
         """HiCache queued ``backup``, to ``host_pages``."""
         backup.host_pages = host_pages
-        self._pool.arena.wait_for(host_pages)
+        self._pool.arena.expect(host_pages)
         self._waiting.append(backup)
 
     def launch(self, queue: Sequence[Any], *, may_wait: bool) -> list[Ids]:
@@ -177,9 +177,9 @@ class NodeBackups:
         if backup.valid and problem is not None:
             _not_backed_up(problem, tokens)
         if not backup.valid or problem is not None or slots.values is None:
-            self._pool.arena.mark_rows_missing(backup.host_pages)
-            if problem == NOT_ENCODABLE:
-                self._pool.arena.mark_unfit(backup.host_pages)
+            arena = self._pool.arena
+            nothing_comes = arena.mark_unfit if problem == NOT_ENCODABLE else arena.free
+            nothing_comes(backup.host_pages)
             return
         metrics.TOKENS.count("backed_up", tokens)
         self._capture.back_up(slots.values, backup.host_pages)

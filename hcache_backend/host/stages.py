@@ -1,8 +1,8 @@
 """Pipeline stages: messages between them, and the host pages that all of them may load.
 
 - No stage may wait for a later one on the scheduler thread: that one may wait for the first.
-- So every stage backs up every node, if necessary with pages that are marked as lost, and says
-  later if its rows are whole. The first stage alone decides about loads, by what it has gathered.
+- So every stage backs up every node, if necessary with pages that stay free in the arena, and says
+  later if they are usable. The first stage alone decides about loads, by what it has gathered.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PipelineStages(Generic[_Value]):
 
 
 class _BackupState(NamedTuple):
-    whole: bool
+    usable: bool
     trusted: bool
 
 
@@ -110,10 +110,10 @@ class StagePages:
 
     def exchange_messages(self) -> None:
         """Send and receive without a wait: what this stage knows, and the others' messages."""
-        while self._unsent and (whole := self._arena.whole(self._unsent[0])) is not None:
+        while self._unsent and (usable := self._arena.usable(self._unsent[0])) is not None:
             number = self._backups - len(self._unsent) + 1
             self._unsent.popleft()
-            state = _BackupState(whole, self._server.quarantine is None)
+            state = _BackupState(usable, self._server.quarantine is None)
             self._exchanged.append((number, self._stages.gather(state)))
         while self._exchanged and self._exchanged[0][1].done():
             number, gathered = self._exchanged.popleft()
@@ -146,8 +146,8 @@ class StagePages:
             stages = gathered.result()
         except Exception as error:
             logger.error("hcache: pipeline stages cannot exchange messages: %s", error)
-            stages = [_BackupState(whole=False, trusted=True)]
-        if not all(state.whole for state in stages):
+            stages = [_BackupState(usable=False, trusted=True)]
+        if not all(state.usable for state in stages):
             self._backup_of[self._backup_of == number] = _LOST
         self._confirmed = number
         if not all(state.trusted for state in stages):

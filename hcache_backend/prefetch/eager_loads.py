@@ -214,11 +214,11 @@ class EagerLoads:
             # As a backup would: for HiCache these pages are in host memory now.
             host_pages = self.restores.host_pages(operation, pages)
             positions = np.arange(len(prefix), len(prefix) + len(slots))
-            self._pool.arena.recomputed(host_pages, positions, token_ids)
+            self._pool.arena.expect_recomputed(host_pages, positions, token_ids)
             save = partial(self._pool.save_recomputed, host_pages, slots, rows)
             problem = restore.save_recomputed(self._saving, slots, save)
             if problem is not None:  # the device's copy is as good as other ranks'
-                self._pool.arena.mark_saved(host_pages, np.zeros(len(host_pages), np.bool_))
+                self._pool.arena.mark_unfit(host_pages)
                 metrics.PROBLEMS.count("recomputed_not_saved")
                 logger.warning("hcache: recomputed pages could not be stored: %r", problem)
         self._budget.launched(restore, len(prefix))

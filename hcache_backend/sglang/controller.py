@@ -226,11 +226,11 @@ class OwnPagesController(HybridCacheController, Controller):
         self._stages.exchange_messages()
         if self.eager is not None and self.eager.restores.failed(host_pages):
             problem = "restore_failed"
-        elif not self._pool.settled(needed):
+        elif (usable := self._pool.usable(needed)) is None:
             problem = "unsettled"
         elif self._pool.arena.unfit(needed).any():
             problem = "not_encodable"
-        elif not self._proofs.may_project(needed):
+        elif not usable or not self._proofs.may_project(needed):
             problem = "stale_host_page"
         elif not self._stages.have(host_pages):
             problem = "another_stage"
@@ -351,7 +351,9 @@ class OwnPagesController(HybridCacheController, Controller):
         """Number of pages that ``read`` brings and that the radix tree asked for."""
         with metrics.catching("read", "pages of L3 are a miss"):  # a thread of SGLang's
             host_pages = self._pool.page_ids(indices)
-            self._pool.arena.expect(host_pages)
+            arena = self._pool.arena
+            ticket = arena.expect(host_pages, self._runtime.page_namespace())
+            arena.host_access(arena.physical(host_pages), write=True)
             self._stages.brought(host_pages)
             got = read(operation, keys, indices, *others)
             # With buffer_only, `hash_value` loses pages that the device has got meanwhile.
@@ -359,6 +361,7 @@ class OwnPagesController(HybridCacheController, Controller):
             tokens = token_array(operation.token_ids)[first * self.page_size :]
             ids, verified = host_pages[:got], self._storage_verifies
             proven = self._proofs.proven(ids, keys, tokens, verified=verified)
+            arena.settle(host_pages[:proven], ticket)
             self._runtime.l3.arrived(proven * self.page_size)
             return proven
         return 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
 from hcache_backend import metrics
-from hcache_backend.arena import Arena, Ids
+from hcache_backend.arena import NO_NAMESPACE, Arena, Ids
 from hcache_backend.capture.hooks import RecomputedRows
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.format.page import PageLayout
@@ -30,6 +32,8 @@ from hcache_backend.streams import (
     to_device,
 )
 
+_Saves = deque[tuple[Event, Callable[[], None]]]
+
 
 class HostPages(NamedTuple):
     """Pages of memory that HiCache may allocate, and a shadow for each page of the device."""
@@ -42,7 +46,7 @@ class OwnPagesPool(HostKVCache, HostPool):
     """Our pages in host memory; opaque bytes to everything else in HiCache. Raises ValueError if
     the machine has not enough memory. HiCache's host indices are logical: the arena maps them to
     memory, which also holds the shadows of the device's pages. HiCache moves indices by ``layout``,
-    SGLang's. ``stamp``: see :class:`.Arena`."""
+    SGLang's. ``namespace``: see :class:`.Arena`."""
 
     def __init__(
         self,
@@ -55,16 +59,16 @@ class OwnPagesPool(HostKVCache, HostPool):
         kv: KVSegments,
         pin_memory: bool,
         allocator_type: str,
-        stamp: Callable[[np.ndarray], None] = lambda page: None,
+        namespace: Callable[[], bytes] = lambda: NO_NAMESPACE,
     ) -> None:
         self.page_layout, self._pages, self._kv = page_layout, pages, kv
-        self._stamp = stamp
+        self._namespace = namespace
         self._capture: StagedCapture | None = None
         self._frees_duplicates = True
         self.layer_num = len(page_layout.segment_bytes)
         self.target_layer_num = self.layer_num - len(kv.drafts)
-        # Pages (int64 [p]) in host memory behind an event, and masks of those that fit the codec.
-        self._saved: list[tuple[Event, Ids, tuple[torch.Tensor, ...]]] = []
+        # What settles pages that are behind an event in host memory, by stream and in its order.
+        self._saved: tuple[_Saves, _Saves] = deque(), deque()
         self._warned = False
         self._loads: LoadQueue | None = None
         self._restores: tuple[RunningRestore, ...] = ()
@@ -130,7 +134,7 @@ class OwnPagesPool(HostKVCache, HostPool):
                 registration_granularity_bytes=size,
             )
         host_pages, shadows = self._pages
-        self.arena = Arena(buffer.numpy(), self.page_layout, host_pages, shadows, self._stamp)
+        self.arena = Arena(buffer.numpy(), self.page_layout, host_pages, shadows, self._namespace)
         return buffer
 
     def page_ids(self, host_indices: torch.Tensor) -> Ids:
@@ -144,10 +148,10 @@ class OwnPagesPool(HostKVCache, HostPool):
             # First: tokens on the device may take rows back that are still to come.
             for callback in self.on_freed:
                 callback(host_pages)
-            if self._capture is None:
-                self.arena.host_dropped(host_pages)
+            if self._capture is not None and self._frees_duplicates:
+                self._capture.take_back(host_pages)
             else:
-                self._capture.host_freed(host_pages, duplicates=self._frees_duplicates)
+                self.arena.free(host_pages)
         freed: int = super().free(indices)
         return freed
 
@@ -167,7 +171,7 @@ class OwnPagesPool(HostKVCache, HostPool):
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str
     ) -> None:
-        self._save(self.page_ids(host_indices), device_indices)
+        self._save(self._saved[0], self.page_ids(host_indices), device_indices)
         self._backed_up = current_stream(self.device_pool.device).record()
 
     def save_recomputed(
@@ -175,11 +179,12 @@ class OwnPagesPool(HostKVCache, HostPool):
     ) -> None:
         """Copy pages (int64 ``[p]``) that were recomputed whole, and their ``rows``, from ``slots``
         (int64 ``[p * page_size]``, on the device), on the current stream."""
-        # Rows first: the headers are there before others look at the pages.
         fits = () if rows is None else (rows.save_rows(self.arena.physical(host_pages)),)
-        self._save(host_pages, slots, *fits)
+        self._save(self._saved[1], host_pages, slots, *fits)
 
-    def _save(self, host_pages: Ids, slots: torch.Tensor, *fits: torch.Tensor) -> None:
+    def _save(
+        self, saves: _Saves, host_pages: Ids, slots: torch.Tensor, *fits: torch.Tensor
+    ) -> None:
         """Copy K and V; ``fits`` (bool ``[p]``) says which pages the codec holds."""
         device = self.device_pool.device
         if self._kv.layers:
@@ -196,41 +201,37 @@ class OwnPagesPool(HostKVCache, HostPool):
             current_stream(device).wait(self._capture.transfers())
         for callback in self.on_backed_up:
             callback(host_pages, slots)
+        tickets = self.arena.tickets(host_pages)
         if fits:
-            self.arena.wait_for(host_pages)
-            self._saved.append((current_stream(device).record(), host_pages, fits))
+            settle = partial(self._settle, host_pages, tickets, fits)
+            saves.append((current_stream(device).record(), settle))
         else:
-            self.arena.stop_waiting(host_pages)
+            self.arena.settle(host_pages, tickets)
 
-    def settled(self, host_pages: Ids) -> bool:
-        """:meth:`.Arena.settled` of pages (int64 ``[p]``), with all that has arrived."""
+    def usable(self, host_pages: Ids) -> bool | None:
+        """:meth:`.Arena.usable` of pages (int64 ``[p]``), with all that has arrived."""
         self.mark_arrived()
-        settled = self.arena.settled(host_pages)
-        if settled and self._kv.by_header:
-            pages = self.arena.pages(host_pages, header=True)
-            return all(self.page_layout.of_page(page) is not None for page in pages)
-        return settled
+        return self.arena.usable(host_pages)
 
     def mark_arrived(self) -> None:
-        """Mark the arrived pages that the codec cannot hold."""
-        saved, self._saved = self._saved, []
-        for event, host_pages, fits in saved:
-            if not event.query():
-                self._saved.append((event, host_pages, fits))
-                continue
-            unfit = self.arena.mark_saved(host_pages, torch.vstack(fits).all(0).numpy())
-            tokens = len(unfit) * self.page_size
-            metrics.TOKENS.count("not_encodable", tokens)
-            if tokens and not self._warned:
-                self._warned = True
-                logger.warning(
-                    f"hcache: pages of {tokens} tokens cannot be encoded: they are misses, and do "
-                    "not go to L3 (logged once, counted always; codec 'none' encodes all)"
-                )
+        """Settle the pages that have arrived, and count those that the codec cannot hold."""
+        for saves in self._saved:
+            while saves and saves[0][0].query():
+                saves.popleft()[1]()
+
+    def _settle(self, host_pages: Ids, tickets: Ids, fits: Sequence[torch.Tensor]) -> None:
+        fit = torch.vstack([*fits]).all(0).numpy()
+        tokens = len(self.arena.settle(host_pages, tickets, fit)) * self.page_size
+        metrics.TOKENS.count("not_encodable", tokens)
+        if tokens and not self._warned:
+            self._warned = True
+            logger.warning(
+                f"hcache: pages of {tokens} tokens cannot be encoded: they are misses, and do "
+                "not go to L3 (logged once, counted always; codec 'none' encodes all)"
+            )
 
     def divide(self, host_pages: Ids, layout: PageLayout) -> None:
         """Write ``layout`` to the headers of pages (int64 ``[n]``) that are about to be written."""
-        self.arena.complete(host_pages)  # their last content may have been unfit
         if self._kv.by_header:
             pages = self.arena.physical(host_pages)
             self.arena.host_access(pages, write=True, header=True)

@@ -543,7 +543,7 @@ def _host_pool(runtime: Runtime, params: Any, plan: PagePlan) -> OwnPagesPool:
         kv=layout.kv,
         pin_memory=layout.kvcache.device != "cpu",
         allocator_type=get_allocator_type(),
-        stamp=lambda page: layout.page.stamp(page, runtime.page_namespace(), runtime.writer),
+        namespace=runtime.page_namespace,
     )
 
 

@@ -139,9 +139,9 @@ class Machine:
         self._fill()
 
     def _fill(self) -> None:
-        """As a backup does: header, rows, K and V, then what proves the page."""
+        """As a backup does: how the page divides, tokens, rows, K and V, then the header."""
         layout, page = self.layout, self.memory[0].numpy()
-        layout.begin_header(page, self.namespace, WRITER)
+        layout.divide(page)
         layout.positions(page)[:] = np.arange(self.kind.page) + SECOND_PAGE * self.kind.page
         layout.token_ids(page)[:] = np.arange(self.kind.page) * 7 + 100
         hidden = self.pages.methods.layers("hidden")
@@ -159,7 +159,7 @@ class Machine:
             first = torch.zeros(1, dtype=torch.int64)
             fits = self.pages.kv.save(layout, self.memory, first, slots)
             assert fits is None or fits.all()
-        layout.seal(page, KEY)
+        layout.seal(page, self.namespace, KEY, WRITER)
 
     def store(self, folder: Path) -> None:
         """As the storage class writes it to L3."""

@@ -51,7 +51,7 @@ class Scene:
         first = BEFORE * PAGE
         tokens = np.arange(first, first + RESTORED * PAGE)
         layout.positions(memory.numpy())[:RESTORED] = tokens.reshape(RESTORED, PAGE)
-        arena = Arena(memory.numpy(), layout, RESTORED, 1, lambda page: None)
+        arena = Arena(memory.numpy(), layout, RESTORED, 1)
         self.physical = arena.physical(np.arange(RESTORED, dtype=np.int64))
         kv = torch.zeros((BEFORE + RESTORED) * PAGE, WIDTH, dtype=torch.uint8, device="cuda")
 

@@ -108,6 +108,7 @@ class Host:
     def back_up(self, *pages: int) -> torch.Tensor:
         host = self.pool.alloc(PAGE * len(pages))
         assert host is not None
+        self.pool.arena.expect(self.pool.page_ids(host))
         self.pool.divide(self.pool.page_ids(host), self.pool.page_layout)
         self.pool.backup_from_device_all_layer(self.device, host, slots_of(*pages), "kernel")
         return host
@@ -129,7 +130,7 @@ class Host:
         return unfit
 
     def settled(self, host: torch.Tensor) -> bool:
-        return self.pool.arena.settled(self.pool.page_ids(host))
+        return self.pool.arena.usable(self.pool.page_ids(host)) is not None
 
 
 def bare_controller(

@@ -35,7 +35,6 @@ class Captured:
             self.layout,
             PAGES,
             PAGES,
-            lambda page: self.layout.stamp(page, b"n" * 16, b"w" * 8),
         )
         self.staging = Staging(self.LAYERS, self.WIDTH, torch.float32, self.PLACES, GPU)
         layers = range(self.LAYERS)
@@ -93,7 +92,7 @@ def captures(checker: Checker, *, replay: bool, codec: type[ExactCodec] = ExactC
         captured.back_up(page, turn)
         if turn >= 3:
             with checker.on(captured.schedule):
-                captured.capture.host_freed(np.array([turn - 3]), duplicates=True)
+                captured.capture.take_back(np.array([turn - 3]))
     checker.host_joins()
 
 

@@ -55,9 +55,7 @@ class Loading:
         methods = Restore(None, None, partition, chunk_tokens=4 * SIZE)
         self.checker, self.pool = checker, Pool(checker, methods.methods, codec=codec)
         self.engine = Engine(checker, self.pool)
-        self.arena = Arena(
-            self.pool.memory.numpy(), self.pool.layout, PAGES, PAGES, lambda page: None
-        )
+        self.arena = Arena(self.pool.memory.numpy(), self.pool.layout, PAGES, PAGES)
         self.pipeline = self.pool.pipeline(4 * SIZE)
         self.queue = LoadQueue(self.arena, self.pipeline, methods, self.pool, GPU)  # type: ignore[arg-type]
         self.free = FreePages()

@@ -429,8 +429,7 @@ def test_stats_say_by_what_each_namespace_is_encoded(
     else:
         layout = PageLayout(16, layers)
         page, table = np.zeros(layout.page_bytes, np.uint8), layout.table
-        layout.begin_header(page, b"n" * 16, b"writer-1")
-        layout.seal(page, bytes(32))
+        layout.seal(page, b"n" * 16, bytes(32), b"writer-1")
     store = PageStore(parse_config({"dirs": [str(folder)]}, "test"), b"writer-1", background=False)
     assert store.put(b"n" * 16, [bytes(32)], [[page.data]], table=table) == [True]
     store.close()

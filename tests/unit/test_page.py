@@ -28,10 +28,9 @@ TOKENS = np.arange(100, 116, dtype=np.int32)
 
 def sealed_page(layout: PageLayout = LAYOUT) -> np.ndarray:
     page = np.random.default_rng(0).integers(0, 256, layout.page_bytes, dtype=np.uint8)
-    layout.begin_header(page, NAMESPACE, WRITER)
     layout.positions(page)[:] = np.arange(32, 32 + layout.page_size)
     layout.token_ids(page)[:] = TOKENS[0] + np.arange(layout.page_size)
-    layout.seal(page, KEY)
+    layout.seal(page, NAMESPACE, KEY, WRITER)
     return page
 
 
@@ -138,9 +137,6 @@ def test_a_page_of_as_many_bytes_that_divides_otherwise_is_refused(name: str) ->
 def test_a_page_is_believed_once_it_is_sealed_as_what_it_is(layout: PageLayout) -> None:
     page = np.zeros(layout.page_bytes, np.uint8)
     assert layout.problem(page, NAMESPACE, KEY) == "format"
-    layout.begin_header(page, NAMESPACE, WRITER)
-    assert layout.problem(page, NAMESPACE, KEY) == "key"
-    assert layout.problem(page, NAMESPACE, bytes(32)) == "checksum"
     page = sealed_page(layout)
     assert layout.problem(page, NAMESPACE, KEY) is None
     assert layout.problem(page, NAMESPACE, KEY, TOKENS) is None
@@ -184,7 +180,7 @@ def test_a_share_is_not_taken_for_another() -> None:
     assert second.problem(page, NAMESPACE, KEY, TOKENS, segments=False) is None
     whole_page = sealed_page(whole)[: second.page_bytes].copy()
     assert second.problem(whole_page, NAMESPACE, KEY, TOKENS, segments=False) is None
-    second.seal(whole_page, KEY)
+    second.seal(whole_page, NAMESPACE, KEY, WRITER)
     assert second.problem(whole_page, NAMESPACE, KEY, TOKENS) is None
 
 
@@ -220,7 +216,7 @@ def test_shards_have_the_units_of_the_whole_page_with_their_digests(
             own[unit.payload_offset : unit.payload_offset + unit.length] = page[
                 place : place + unit.length
             ]
-        layout.seal(own, KEY)
+        layout.seal(own, NAMESPACE, KEY, WRITER)
         assert layout.problem(own, NAMESPACE, KEY, TOKENS) is None
         for unit, digest in zip(layout.units[1:], layout.unit_digests(own)[1:], strict=True):
             assert digest == digests[by_place[unit.page_offset]]

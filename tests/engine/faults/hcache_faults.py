@@ -292,11 +292,11 @@ def _hooks_raise() -> None:
 
 
 def _rows_lost() -> None:
-    from hcache_backend.arena import Arena, Verdict
+    from hcache_backend.arena import Arena, RowState
 
     def faulty(prove: Any, self: Any, slots: Any, ticket: int, verdicts: Any) -> Any:
         if _active():
-            verdicts[:] = Verdict.MISSING
+            verdicts[:] = RowState.VOID
         return prove(self, slots, ticket, verdicts)
 
     around(Arena, "prove", faulty)

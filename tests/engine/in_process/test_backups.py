@@ -40,7 +40,7 @@ class Pages:
         self.arena, self.given = machine.arena, 0
         self.page_layout, self.kv_buffer = LAYOUT, machine.capture.memory
         self.page_size, self.layer_num = SIZE, LAYERS
-        self.settled = machine.arena.settled
+        self.usable = machine.arena.usable
         self.device_pool = SimpleNamespace(device="cpu")
 
     def allocate(

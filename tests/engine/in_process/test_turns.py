@@ -106,7 +106,7 @@ class Rank:
             {"start": self._start, "abandoned": self._abandoned},
             pool={
                 "size": 8 * SIZE,
-                "settled": lambda pages: True,
+                "usable": lambda pages: True,
                 "arena": SimpleNamespace(
                     physical=lambda pages: pages, unfit=lambda pages: pages < 0
                 ),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from hcache_backend.arena import Arena
+from hcache_backend.arena import Arena, RowState
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_kernels.codecs import ExactCodec
@@ -14,7 +14,6 @@ from hcache_kernels.codecs import ExactCodec
 LAYERS, WIDTH, SIZE, CAPACITY = 3, 8, 4, 12
 HOST_PAGES, DEVICE_PAGES = 6, 10
 LAYOUT = PageLayout(SIZE, (hidden_layer(SIZE, WIDTH * 4, WIDTH),) * LAYERS)
-NAMESPACE, WRITER = b"n" * 16, b"w" * 8
 
 
 class PickyCodec(ExactCodec):
@@ -34,7 +33,6 @@ class Machine:
             LAYOUT,
             HOST_PAGES,
             DEVICE_PAGES,
-            lambda page: LAYOUT.stamp(page, NAMESPACE, WRITER),
         )
         codec = (ExactCodec if is_view else PickyCodec).of_rows(WIDTH, torch.float32)
         self.staging = Staging(LAYERS, WIDTH, torch.float32, capacity, "cpu")
@@ -101,7 +99,7 @@ class Machine:
             self.staging.stage(layer, torch.full((4, WIDTH), 9.0), 4)
 
     def proven(self, slots: list[int]) -> bool:
-        return bool((self.arena._rows[slots] == 2).all())
+        return bool((self.arena._rows[slots] == RowState.PROVEN).all())
 
 
 def slots(*pages: int) -> list[int]:

@@ -1,5 +1,7 @@
 """An arena of a few small pages."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from hcache_backend.arena import Arena
@@ -8,18 +10,11 @@ from hcache_backend.format.page import PageLayout, hidden_layer
 SIZE = 4
 LAYOUT = PageLayout(SIZE, (hidden_layer(SIZE, 8, 8),) * 2)
 HOST_PAGES, DEVICE_PAGES = 6, 5
-NAMESPACE, WRITER = b"n" * 16, b"w" * 8
 
 
-def arena(host_pages: int = HOST_PAGES, device_pages: int = DEVICE_PAGES) -> Arena:
-    memory = np.full((host_pages + device_pages, LAYOUT.stride), 0xEE, np.uint8)
-    return Arena(
-        memory,
-        LAYOUT,
-        host_pages,
-        device_pages,
-        lambda page: LAYOUT.stamp(page, NAMESPACE, WRITER),
-    )
+def arena(namespace: Callable[[], bytes] = lambda: b"n" * 16) -> Arena:
+    memory = np.full((HOST_PAGES + DEVICE_PAGES, LAYOUT.stride), 0xEE, np.uint8)
+    return Arena(memory, LAYOUT, HOST_PAGES, DEVICE_PAGES, namespace)
 
 
 def slots_of(pages: list[int]) -> np.ndarray:

@@ -18,7 +18,6 @@ from tests.unit.capture.machine import (
     DEVICE_PAGES,
     LAYERS,
     LAYOUT,
-    NAMESPACE,
     SIZE,
     WIDTH,
     Machine,
@@ -45,11 +44,11 @@ def test_a_backup_before_the_transfer_gets_the_rows_all_the_same(machine: Machin
     machine.capture.ledger.settle()
     assert machine.arena.problem(np.array(where)) is None
     machine.capture.back_up(np.array(where), np.array([0]))
-    page = machine.arena.memory[machine.arena.physical(np.array([0]))[0]]
-    assert LAYOUT.namespace_of(page) != NAMESPACE
+    [page] = machine.arena.pages(np.array([0]))
+    assert machine.arena.usable(np.array([0])) is None
     gate.set()
     machine.settle()
-    assert LAYOUT.namespace_of(page) == NAMESPACE
+    assert machine.arena.usable(np.array([0]))
     for layer in range(LAYERS):
         got = page[LAYOUT.segment(layer)].view(np.float32).reshape(SIZE, WIDTH)
         assert np.array_equal(got, np.stack([machine.rows[slot][layer] for slot in where]))
@@ -299,7 +298,7 @@ def test_pages_that_no_duplicate_is_of_are_freed_without_a_wait(machine: Machine
     machine.settle()
     gate = machine.hold_transfers()
     machine.capture.ledger.allocated(torch.tensor(where))  # not known yet
-    machine.capture.host_freed(np.array([0]), duplicates=False)
+    machine.arena.free(np.array([0]))
     assert machine.capture.ledger._wanted
     assert machine.arena.problem(np.array(where)) == "rows not valid"
     gate.set()

@@ -26,10 +26,9 @@ def layout(
 
 def sealed(of: PageLayout) -> np.ndarray:
     page = np.random.default_rng(0).integers(0, 256, of.page_bytes, dtype=np.uint8)
-    of.begin_header(page, NAMESPACE, WRITER)
     of.positions(page)[:] = np.arange(TOKENS)
     of.token_ids(page)[:] = np.arange(TOKENS)
-    of.seal(page, KEY)
+    of.seal(page, NAMESPACE, KEY, WRITER)
     return page
 
 
@@ -96,9 +95,9 @@ def test_whoever_reads_a_page_while_it_is_sealed_sees_how_it_divides() -> None:
     class Watched(np.ndarray):
         def __setitem__(self, at: Any, value: Any) -> None:
             super().__setitem__(at, value)
-            seen.append(layout(OTHER).of_page(np.asarray(self)))
+            seen.append(layout(OTHER).of_page(page))
 
-    layout().begin_header(page.view(Watched), NAMESPACE, WRITER)
+    layout().seal(page.view(Watched), NAMESPACE, KEY, WRITER)
     assert len(seen) >= 3
     assert set(seen) == {layout()}
     assert np.array_equal(page[found.tables_at], before[found.tables_at])

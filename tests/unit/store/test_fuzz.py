@@ -125,8 +125,7 @@ def host_pages(chance: random.Random, folder: Path) -> Iterator[str]:
     """Pages as other machines send them, half of them with a right checksum of the header."""
     layout = PageLayout(16, (hidden_layer(16, 16, 8), kv_layer(16, 16, 16, 2, 1)))
     sealed = np.random.default_rng(SEED).integers(0, 256, layout.page_bytes, dtype=np.uint8)
-    layout.begin_header(sealed, NAMESPACE, b"writer-1")
-    layout.seal(sealed, key(1))
+    layout.seal(sealed, NAMESPACE, key(1), b"writer-1")
     ids = layout.token_ids(sealed).copy()
     while True:
         changed = damaged(chance, sealed.tobytes(), chance.randbytes(len(sealed)))

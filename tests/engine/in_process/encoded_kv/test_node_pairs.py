@@ -285,7 +285,7 @@ class Backups:
         pool = SimpleNamespace(
             page_ids=lambda indices: indices,
             divide=lambda pages, layout: divided.update({pages[0]: layout.pairs}),
-            arena=SimpleNamespace(wait_for=lambda pages: None),
+            arena=SimpleNamespace(expect=lambda pages: None),
         )
         loads, layouts = SimpleNamespace(drop_queued=lambda: None), node_pairs(model)
         self.controller = bare_controller(pool, loads, layouts=layouts)

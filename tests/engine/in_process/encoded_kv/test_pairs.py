@@ -88,15 +88,6 @@ def test_a_spoiled_slot_fails_the_check_in_service(layer: int, at: float) -> Non
     ]
 
 
-def test_a_page_that_does_not_say_which_layers_share_slots_is_not_loaded() -> None:
-    server = paired_host()
-    pages = server.pool.page_ids(server.backed_up(1, 2))
-    assert server.pool.settled(pages)
-    table = server.pool.page_layout.tables_at
-    server.pool.kv_buffer[int(pages[1]), table.start + 2] ^= 4
-    assert server.pool.settled(pages[:1]) and not server.pool.settled(pages)
-
-
 def plan_of(plugin: Krul | None = None) -> Layout:
     """Of six layers; by default two of the three pairs share slots."""
     device = kv_pool(layers=LAYERS)

@@ -104,6 +104,7 @@ def saved(server: Host, *pages: int) -> torch.Tensor:
     """Save device pages that were recomputed, as eager restores do; where to."""
     host = server.pool.alloc(PAGE * len(pages))
     assert host is not None
+    server.pool.arena.expect(server.pool.page_ids(host))
     server.pool.save_recomputed(server.pool.page_ids(host), slots_of(*pages), None)
     return host
 
@@ -136,8 +137,8 @@ def test_it_is_known_behind_the_transfer_which_pages_are_unfit() -> None:
         host = server.back_up(1, 2)
     [first, second] = server.pool.page_ids(host).tolist()
     server.backed_up(3)  # on another stream
-    assert not server.pool.arena.settled(np.array([first]))
-    assert not server.pool.arena.settled(np.array([second]))
+    assert server.pool.arena.usable(np.array([first])) is None
+    assert server.pool.arena.usable(np.array([second])) is None
     arrive.set()
     stream.record().synchronize()
     server.pool.mark_arrived()

@@ -98,8 +98,8 @@ def test_ranks_agree_on_recomputed_pages(monkeypatch: pytest.MonkeyPatch) -> Non
     prepared = np.array([False, False, False])
     for rank in range(2):
         pool, pages, tokens = new_pool(), np.arange(3), np.arange(3 * PAGE)
-        pool.arena.recomputed(pages, tokens, tokens)
-        pool.arena.mark_saved(pages, np.array([True, rank == 1, True]))
+        ticket = pool.arena.expect_recomputed(pages, tokens, tokens)
+        pool.arena.settle(pages, ticket, np.array([True, rank == 1, True]))
         restores = SimpleNamespace(ready_pages=lambda pages: prepared, failed=lambda pages: False)
         eager = SimpleNamespace(restores=restores)
         made.append(bare_controller(pool, Planned(), tp_group=rank, eager=eager))

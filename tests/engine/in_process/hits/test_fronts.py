@@ -66,8 +66,8 @@ class Fronts:
                 "mark_arrived": lambda: self.settled.append([*self.saved]),
                 "arena": SimpleNamespace(
                     physical=lambda pages: pages,
-                    recomputed=self._expect,
-                    mark_saved=lambda host_pages, fits: self.lost.extend(host_pages.tolist()),
+                    expect_recomputed=self._expect,
+                    mark_unfit=lambda host_pages: self.lost.extend(host_pages.tolist()),
                 ),
             },
         )

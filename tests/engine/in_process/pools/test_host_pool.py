@@ -59,7 +59,6 @@ def new_pool(**options: bool) -> Any:
         page_layout=LAYOUT,
         pages=HostPages(host=6, shadows=9),
         kv=KVSegments(device, (), PAGE, WHOLE, 1),
-        stamp=lambda page: LAYOUT.stamp(page, b"n" * 16, b"w" * 8),
         allocator_type="default",
         **{"pin_memory": False, **options},
     )
@@ -156,7 +155,7 @@ def test_freeing_a_host_page_gives_rows_back_to_the_device(pool: Any) -> None:
 def test_recomputed_rows_are_there_before_they_are_taken(fits: bool, pool: Any) -> None:
     indices = pool.alloc(PAGE)
     host_pages = pool.page_ids(indices)
-    pool.arena.recomputed(host_pages, np.arange(PAGE), np.arange(PAGE))
+    pool.arena.expect_recomputed(host_pages, np.arange(PAGE), np.arange(PAGE))
     rows = SimpleNamespace(save_rows=lambda pages: torch.tensor([fits]))
     pool.save_recomputed(host_pages, SLOTS, rows)
     pool.on_freed.append(lambda pages: pool.mark_arrived())

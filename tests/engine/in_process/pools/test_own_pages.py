@@ -64,7 +64,6 @@ class Server:
         layout, at = self.page_layout, torch.tensor(pages)
         for page in pages:
             here = self.memory[page].numpy()
-            layout.begin_header(here, namespace, b"writer-1")
             layout.token_ids(here)[:] = page
             if layout.segment_bytes[1]:
                 rows = HIDDEN[page * PAGE :][list(layout.kept)]
@@ -72,7 +71,7 @@ class Server:
         slots = indices(pages)
         self.kv.save(layout, self.memory, at, slots)
         for page in pages:
-            layout.seal(self.memory[page].numpy(), key_bytes(KEYS[page]))
+            layout.seal(self.memory[page].numpy(), namespace, key_bytes(KEYS[page]), b"writer-1")
 
     def assert_restored(self, pages: Sequence[int], namespace: bytes) -> None:
         """What was read is the model's, and its header proves whose it is."""
