@@ -73,7 +73,7 @@ class Recency:
     ) -> list[int]:
         """Pages ``keys`` after those of ``prefix`` are about to be stored, or used if they are
         there already; returns their ranks. ``alone``: they are of use without the ``prefix``."""
-        if alone:
+        if alone and keys:
             first, now = len(prefix), self._now()
             self._note(namespace, [*prefix, *keys], first, now)
             return [now - place for place in range(first, first + len(keys))]

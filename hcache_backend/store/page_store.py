@@ -142,6 +142,22 @@ class PageStore:
                 sizes = layout.header_bytes, layout.payload_bytes
                 entry = Entry(name, *sizes, self._writer, ranks[number])
                 work.append(PageWrite(number, entry, memory, layout))
+        self._write(work, deadline)
+        for write in work:
+            done[write.number] = write.stored
+        if shard != WHOLE:  # used together with the shards of other ranks
+            self._recency.note(namespace, [*prefix, *keys])
+        if self._config.durability == "always":
+            # Another thread or process may not have synced a page that was there.
+            asked = {disk for files in covers for disk, *_ in files}
+            for disk in self.disks:
+                if (disk.dirty or disk in asked) and not disk.flush():
+                    done = [False] * len(done)
+        return done
+
+    def _write(self, work: Sequence[PageWrite], deadline: float) -> None:
+        """Write pages to all folders at once, neighbours to different ones. A group of pages is
+        written while the one before it gets its entries and names."""
         disks = [disk for disk in self.disks if disk.is_online(writing=True)]
         if not disks:
             self.stats.add(pages_dropped_offline=len(work))
@@ -159,17 +175,6 @@ class PageStore:
             for disk, writing in before:
                 disk.finish_writing(writing, deadline)
             before = started
-        for write in work:
-            done[write.number] = write.stored
-        if shard != WHOLE:  # used together with the shards of other ranks
-            self._recency.note(namespace, [*prefix, *keys])
-        if self._config.durability == "always":
-            # Another thread or process may not have synced a page that was there.
-            asked = {disk for files in covers for disk, *_ in files}
-            for disk in self.disks:
-                if (disk.dirty or disk in asked) and not disk.flush():
-                    done = [False] * len(done)
-        return done
 
     def get(
         self, namespace: bytes, keys: Keys, pages: Sequence[Parts], *, shard: Shard = WHOLE
