@@ -279,9 +279,8 @@ def check_recompute(
     with kept(buffers, slots), refusing():  # later checks compare with what the model wrote
         if other_attention:
             [at] = run_again([tokens], 0)
-            bound = Bound.of_kernel(pool.dtype)
-            judged.append((bound, "by the other attention backend", _by_layer(halves_of(at))))
-            wanted = written(at)
+            bound, found = Bound.of_kernel(pool.dtype), _by_layer(halves_of(at))
+            judged, wanted = [(bound, "by the other attention backend", found)], written(at)
         runs = starmap(run_again, _prompts(tokens, most_requests))
         parts = ((at, part) for each in runs for at in each for part in halves[: len(at) // half])
         own = _by_layer(starmap(exactness, parts))
@@ -292,8 +291,8 @@ def check_recompute(
         current_stream(slots.device).record().synchronize()
         forwards.run(lambda: recomputer.recompute(len(probe.layers), torch.cat(where), spans))
         forwards.record().synchronize()
-        recomputed = _by_layer([*halves_of(slots), *halves_of(others)])
-    judged.append((Bound.of_pass(pool.dtype), "recomputed", recomputed))
+        found = _by_layer([*halves_of(slots), *halves_of(others)])
+        judged.append((Bound.of_pass(pool.dtype), "recomputed", found))
     return _exact_layers(probe, judged, own)
 
 

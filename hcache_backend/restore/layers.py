@@ -62,6 +62,16 @@ class TokenRows(NamedTuple):
     slots: torch.Tensor
 
 
+class Indices(NamedTuple):
+    """The pages and tokens of a restore: on the CPU, and where these go on the device, int64."""
+
+    held_pages: torch.Tensor  # physical, [p]; copies that read headers take these
+    held_positions: torch.Tensor
+    page_ids: torch.Tensor
+    rows: TokenRows
+    shared: TokenRows  # ``rows`` in the order in which hidden states arrive
+
+
 class Part(NamedTuple):
     """One copy: layers (one of hidden states) of some pages; rows in the order of arrival."""
 
@@ -75,28 +85,24 @@ class Part(NamedTuple):
 
 def parts_of(
     layers: Mapping[int, RestoredLayer],
-    page_ids: torch.Tensor,
-    held_ids: torch.Tensor,
-    rows: TokenRows,
-    shared: TokenRows,
+    at: Indices,
     chunk_pages: int,
     pieces: int,
     launches: int,
 ) -> Iterator[Part]:
     """The parts of a restore, in the order in which they are copied. ``layers`` are the loaded ones
-    by number, ascending. ``page_ids`` are physical pages, int64 ``[p]``; ``held_ids`` are the same
-    on the CPU, for copies that read headers. ``shared``: ``rows`` in the order in which hidden
-    states arrive, at most ``chunk_pages`` a part. The first layer has ``pieces``, if it has enough
-    tokens. K and V have at most ``launches`` parts, or one for each group of layers."""
-    pages, first = len(page_ids), next(iter(layers), 0)
-    size = len(rows.slots) // max(1, pages)
+    by number, ascending. Hidden states have at most ``chunk_pages`` a part; the first layer has
+    ``pieces``, if it has enough tokens. K and V have at most ``launches`` parts, or one for each
+    group of layers."""
+    pages, first = len(at.page_ids), next(iter(layers), 0)
+    size = len(at.rows.slots) // max(1, pages)
     for group in groups_of(layers, launches):
         layer = layers[group.start]
         step = chunk_pages if layer.arrives else max(1, pages)
         if group.start == first and layer.arrives:
             step = min(step, max(-(-pages // pieces), FIRST_PIECE_TOKENS // max(1, size), 1))
-        positions, slots = shared if layer.arrives else rows
-        ids = held_ids if layer.by_header and not layer.arrives else page_ids
+        positions, slots = at.shared if layer.arrives else at.rows
+        ids = at.held_pages if layer.by_header and not layer.arrives else at.page_ids
         for start in range(0, pages, step):
             tokens = slice(start * size, (start + step) * size)
             part, last = slice(start, start + step), start + step >= pages

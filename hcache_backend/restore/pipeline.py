@@ -28,7 +28,7 @@ from hcache_backend.format.page import PageLayout
 from hcache_backend.plan.restore import FIRST_PIECES, RUN_AHEAD
 from hcache_backend.restore import layers
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
-from hcache_backend.restore.layers import Part, Recompute, RestoredLayer, TokenRows
+from hcache_backend.restore.layers import Indices, Part, Recompute, RestoredLayer, TokenRows
 from hcache_backend.restore.report import RestoreReport, RunningRestore
 from hcache_backend.restore.ring import Ring, part_bytes, ring_bytes
 from hcache_backend.streams import Event, current_stream, held_for_device, host_tensor, new_stream
@@ -82,50 +82,29 @@ class RestorePipeline:
         ValueError if a layer is neither stored nor recomputed."""
         first = recompute.layers if recompute else first_layer
         loaded = range(first, len(self._layers))
-        if any(self._layers[index].method == "recompute" for index in loaded):
-            raise ValueError(f"layers after the first {first} are not stored")
-        device, exchange, moved = self._device, self.exchange, Counter[str]()
-        for index in loaded:
-            moved[self._layers[index].method] += len(pages) * self._layout.segment_bytes[index]
-        headers = self._layout.positions(self._memory.numpy())
-        at = headers[pages].reshape(-1).astype(np.int64)
-        held_pages, held_positions = held_for_device(pages, device), held_for_device(at, device)
-        page_ids = torch.empty(len(pages), dtype=torch.int64, device=device)
-        positions = torch.empty(len(slots), dtype=torch.int64, device=device)
-        rows = TokenRows(positions, slots)
-        shared = rows if exchange is None else TokenRows(*map(torch.empty_like, rows))
+        device, exchange, moved = self._device, self.exchange, self._moved(loaded, len(pages))
+        at = self._indices_of(pages, slots)
         pieces = FIRST_PIECES if recompute is None and exchange is None else 1
         launches = 1 if ahead else layers.MOST_LAUNCHES  # no forward pass waits for these
         chosen = {index: self._layers[index] for index in loaded}
-        how = self._chunk_pages, pieces, launches
-        parts = deque(layers.parts_of(chosen, page_ids, held_pages, rows, shared, *how))
-        bring = self._exchanged(exchange, parts, held_pages) if exchange else self._bring_own
+        parts = deque(layers.parts_of(chosen, at, self._chunk_pages, pieces, launches))
+        bring = self._exchanged(exchange, parts, at.held_pages) if exchange else self._bring_own
         behind = current_stream(device).record()
         self._copy.wait(behind)
         for stream in (self._copy, self._compute):
-            for tensor in (page_ids, *rows, *shared):
+            for tensor in (at.page_ids, *at.rows, *at.shared):
                 stream.keep(tensor)
         if self.order is not None:
             self.order.restore_begins(self._copy)
-
-        def bring_indices() -> None:
-            page_ids.copy_(held_pages, non_blocking=True)
-            positions.copy_(held_positions, non_blocking=True)
-            if exchange is not None:
-                for source, target in zip(rows, shared, strict=True):
-                    self._order_by_shard(exchange.shards, source, target)
-
         begin = self._copy.record(timed=True)
-        self._copy.run(bring_indices)
+        self._copy.run(partial(self._bring_indices, at))
         ready = self._copy.record()
         restore = RunningRestore(len(slots), moved, begin, device, ready)
         room_for = self._ring.begin(max(1, min(len(pages), self._chunk_pages)) * self._largest)
         copy = partial(self._copy_part, restore, bring)
-        arrived: deque[_Arrived] = deque()
         if not any(self._layers[index].arrives for index in loaded):
             room_for = len(parts)  # K and V need no room
-        while parts and len(arrived) < room_for:
-            arrived.append(copy(parts.popleft()))
+        arrived = deque(copy(parts.popleft()) for _ in range(min(room_for, len(parts))))
         if recompute is not None:
             done = self._recompute(restore, recompute, behind, self._written)
             # Recomputation has the device first. Hidden states that are copied from now on (and
@@ -137,11 +116,7 @@ class RestorePipeline:
         if not len(pages):
             restore.layers += [ready] * len(loaded)
         while arrived:
-            item = arrived.popleft()
-            filled = self._fill(restore, item)
-            if item.part.is_last:
-                restore.layers += [filled] * len(item.part.layers)
-                self._written |= dict.fromkeys(item.part.layers, filled)
+            self._fill(restore, arrived.popleft())
             if parts:
                 arrived.append(copy(parts.popleft()))
         if self.order is not None:
@@ -150,6 +125,31 @@ class RestorePipeline:
             self.handed_out()
         self._unread.append(restore)
         return restore
+
+    def _moved(self, loaded: range, pages: int) -> Counter[str]:
+        """Bytes that layers of ``pages`` pages have, by method; ValueError if one has none."""
+        moved = Counter[str]()
+        for index in loaded:
+            if self._layers[index].method == "recompute":
+                raise ValueError(f"layers after the first {loaded.start} are not stored")
+            moved[self._layers[index].method] += pages * self._layout.segment_bytes[index]
+        return moved
+
+    def _indices_of(self, pages: npt.NDArray[np.int64], slots: torch.Tensor) -> Indices:
+        device, headers = self._device, self._layout.positions(self._memory.numpy())
+        positions = headers[pages].reshape(-1).astype(np.int64)
+        held = held_for_device(pages, device), held_for_device(positions, device)
+        page_ids = torch.empty(len(pages), dtype=torch.int64, device=device)
+        rows = TokenRows(torch.empty(len(slots), dtype=torch.int64, device=device), slots)
+        shared = rows if self.exchange is None else TokenRows(*map(torch.empty_like, rows))
+        return Indices(*held, page_ids, rows, shared)
+
+    def _bring_indices(self, at: Indices) -> None:
+        at.page_ids.copy_(at.held_pages, non_blocking=True)
+        at.rows.positions.copy_(at.held_positions, non_blocking=True)
+        if self.exchange is not None:
+            for source, target in zip(at.rows, at.shared, strict=True):
+                self._order_by_shard(self.exchange.shards, source, target)
 
     def abandoned(self, tokens: int) -> RunningRestore:
         """A failed restore, which ends behind all that a :meth:`start` that raised has launched."""
@@ -274,20 +274,21 @@ class RestorePipeline:
         restore.timed.append(("copy", first, start, copied))
         return _Arrived(part, buffer, copied)
 
-    def _fill(self, restore: RunningRestore, arrived: _Arrived) -> Event:
-        """Project a part to the pool if it is not there yet; returns the event behind that."""
+    def _fill(self, restore: RunningRestore, arrived: _Arrived) -> None:
+        """Project a part to the pool if it is not there yet. The last part of layers ends them."""
         part, buffer, copied = arrived
-        layer = part.layers.start
+        layer, filled = part.layers.start, copied
         fill = self._layers[layer].fill
-        if fill is None or buffer is None:
-            return copied
-        self._compute.wait(copied)
-        start = self._compute.record(timed=True)
-        self._compute.run(partial(fill, part.layers, buffer, part.positions, part.slots))
-        filled = self._compute.record(timed=True)
-        restore.timed.append(("compute", layer, start, filled))
-        self._ring.used(filled)
-        return filled
+        if fill is not None and buffer is not None:
+            self._compute.wait(copied)
+            start = self._compute.record(timed=True)
+            self._compute.run(partial(fill, part.layers, buffer, part.positions, part.slots))
+            filled = self._compute.record(timed=True)
+            restore.timed.append(("compute", layer, start, filled))
+            self._ring.used(filled)
+        if part.is_last:
+            restore.layers += [filled] * len(part.layers)
+            self._written |= dict.fromkeys(part.layers, filled)
 
     def finished(self) -> list[RestoreReport]:
         """Reports of the restores that are done and not reported yet, oldest first."""

@@ -120,14 +120,12 @@ class PageStore:
             digests: Those of the shard's units of every page; without them they are computed here.
                 A page that does not have them is a miss when it is read.
         """
-        keys = list(keys)
         check_names(namespace, [*prefix[-1:], *keys], shard)
         for what, given in (("pages", pages), ("pages' digests", digests)):
             if given is not None and len(given) != len(keys):
                 raise ValueError(f"{len(given)} {what} for {len(keys)} keys")
         if table is None and shard != WHOLE:
             raise ValueError(f"shard {shard.number} of {shard.of} without a table of the page")
-        deadline = time.monotonic() + WRITE_SECONDS
         ranks = self._recency.note_new(namespace, prefix, keys, alone=alone)
         covers = self._cover(namespace, keys, shard.eighths, on_disk=True)
         done = [bool(files) for files in covers]
@@ -135,14 +133,14 @@ class PageStore:
         work = []
         for number, (key, parts) in enumerate(zip(keys, pages, strict=True)):
             if not done[number]:
-                name = PageName(namespace, key, shard)
                 memory = PageMemory(parts, shard, None if digests is None else digests[number])
                 layout = file_layout(table or SegmentTable.of_parts(memory.parts), shard)
                 layout.check(memory)
                 sizes = layout.header_bytes, layout.payload_bytes
+                name = PageName(namespace, key, shard)
                 entry = Entry(name, *sizes, self._writer, ranks[number])
                 work.append(PageWrite(number, entry, memory, layout))
-        self._write(work, deadline)
+        self._write(work, time.monotonic() + WRITE_SECONDS)
         for write in work:
             done[write.number] = write.stored
         if shard != WHOLE:  # used together with the shards of other ranks
