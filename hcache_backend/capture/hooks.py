@@ -280,8 +280,8 @@ class RecomputedRows:
         table = to_device(pages, capture.device)
         slots = torch.arange(rows.shape[1], device=capture.device)
         encoded = stored_rows(capture.codec, rows.view(torch.uint8), marks) if len(rows) else ()
-        for part, stored in encoded:
+        for part, some, stored in encoded:
             at = capture.segments[part], layout.page_size, layout.kept
-            save_rows(stored, slots, table, capture.memory, *at)
+            save_rows(stored, slots[some], table, capture.memory, *at)
         fits = (marks == 0).all(0).view(-1, layout.page_size).all(1)
         return host_tensor(fits.shape, torch.bool, capture.device).copy_(fits, non_blocking=True)

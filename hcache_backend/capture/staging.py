@@ -44,7 +44,7 @@ from hcache_kernels.staging import (
     stage_rows,
 )
 
-_AT_ONCE_BYTES = 64 << 20  # of rows encoded in one call: this device memory is in no plan
+_AT_ONCE_BYTES = 64 << 20  # of rows encoded in one call
 
 
 @dataclass
@@ -60,23 +60,33 @@ class Step:
     layers_seen: list[int]  # how often Python saw each layer being staged
 
 
+def encoding_memory(codec: Codec, device: torch.device) -> torch.Tensor | None:
+    """Memory for the rows that :func:`stored_rows` encodes at once on a GPU."""
+    if codec.is_view or device.type != "cuda":
+        return None
+    rows = max(1, _AT_ONCE_BYTES // (codec.hidden_size * codec.dtype.itemsize))
+    return torch.empty((rows, codec.row_bytes), dtype=torch.uint8, device=device)
+
+
 def stored_rows(
-    codec: Codec, rows: torch.Tensor, marks: torch.Tensor
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yields some layers, and their staged rows (uint8 ``[some layers, n, codec.row_bytes]``) as
-    pages hold them, on the current stream. ``rows``: uint8 ``[layers, n, row_bytes]``, contiguous
-    by layer. ``marks`` (int64 ``[layers, n]``) become :data:`WRONG_STEP` for rows that the codec
-    cannot hold."""
+    codec: Codec, rows: torch.Tensor, marks: torch.Tensor, to: torch.Tensor | None = None
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Yields some layers, some of the tokens, and their staged rows (uint8 ``[layers, tokens,
+    codec.row_bytes]``) as pages hold them, on the current stream. ``rows``: uint8 ``[layers, n,
+    row_bytes]``, contiguous by layer. ``marks`` (int64 ``[layers, n]``) become :data:`WRONG_STEP`
+    for rows that the codec cannot hold. ``to``: :func:`encoding_memory`; None: new memory."""
+    tokens, every = rows.shape[1], slice(None)
     if codec.is_view:
-        yield slice(None), rows
+        yield every, every, rows
         return
-    at_once = max(1, _AT_ONCE_BYTES // rows[0].numel())
-    for first in range(0, len(rows), at_once):
-        part = slice(first, first + at_once)
-        values = rows[part].reshape(-1, rows.shape[2]).view(codec.dtype)
-        encoded, ok = codec.encode(values)
-        marks[part].masked_fill_(ok.logical_not_().view_as(marks[part]), WRONG_STEP)
-        yield part, encoded.view(*marks[part].shape, -1)
+    most = max(1, _AT_ONCE_BYTES // rows.shape[2])
+    for first in range(0, len(rows), layers := max(1, most // tokens)):
+        for start in range(0, tokens, most):
+            part, some = slice(first, first + layers), slice(start, start + most)
+            values, of_part = rows[part, some], marks[part, some]
+            encoded, ok = codec.encode(values.reshape(-1, rows.shape[2]).view(codec.dtype), to)
+            of_part.masked_fill_(ok.logical_not_().view_as(of_part), WRONG_STEP)
+            yield part, some, encoded.view(*of_part.shape, -1)
 
 
 class Staging:
@@ -182,6 +192,7 @@ class StagedCapture:
         self._ring: deque[tuple[torch.Tensor, Event | None]] | None = None
         self._step: Step | None = None
         self._transfer = new_stream(self.device, "transfer")
+        self._encoded = encoding_memory(self.codec, self.device)  # used on that stream alone
 
     @property
     def row_bytes(self) -> int:
@@ -325,10 +336,11 @@ class StagedCapture:
         segments, marks = self.segments[layers], step.marks[layers]
 
         def save() -> None:
+            encoded = stored_rows(self.codec, rows, marks, self._encoded)
             # Without rows only slots, positions and tokens are wanted.
-            for part, stored in stored_rows(self.codec, rows, marks) if rows.numel() else ():
+            for part, some, stored in encoded if rows.numel() else ():
                 at = layout.page_size, layout.kept
-                save_rows(stored, where.select(0, 0), *to, segments[part], *at)
+                save_rows(stored, where[0, some], *to, segments[part], *at)
             for work in then:
                 work()
 

@@ -1,5 +1,5 @@
 """What a server's start adds to SGLang's, in seconds, computed and not measured: counted passes and
-bytes, times the times below. The digest of the weights is one read of them, less than 0.1 s."""
+bytes, times the times below."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hcache_backend.plan.model_config import Model
 from hcache_backend.plan.plan import PartitionPlan
 from hcache_backend.plan.profile import OPERATIONS, START_SECONDS
 
-PINNED_PER_SECOND = 1.7e9  # bytes: 100 GB in a minute
+# Bytes: of weights, assumed, a third of what an H100 reads; 100 GB in a minute.
+DIGESTED_PER_SECOND, PINNED_PER_SECOND = 1e12, 1.7e9
 _PASS = 0.5e-3  # seconds of a layer in an eager pass of a few tokens, assumed
 # Passes of the model: for recomputation the probe, 5 of its own and 3 of ours; 6 more for capture.
 _KV_PASSES, _HIDDEN_PASSES = 9, 6
@@ -38,10 +39,12 @@ def start_steps(plan: PartitionPlan, served: Model, memory: float | None) -> lis
     encoded = model != model.as_it_is
     compiled = _COMPILED["plain" if not encoded else "exp4" if model.latent else "exp3"]
     compiled += _COMPILED["hidden"] * bool(stored.hidden)
-    pool = _CARD_SHARE * (memory or 0) - served.weight_bytes / plan.tp
+    weights = served.weight_bytes / plan.tp
+    pool = _CARD_SHARE * (memory or 0) - weights
     host = _HOST_SHARE * pool if pool > 0 else 100e9
     checks = stored.layers * (passes * _PASS + _REFERENCE * encoded)
     return [
+        StartStep("digest of the weights", weights / DIGESTED_PER_SECOND, each),
         StartStep("self-checks", checks, each),
         StartStep("measured profile", (len(OPERATIONS) + 2) * START_SECONDS, once),
         StartStep("compiled kernels", compiled, "first of a machine"),

@@ -109,8 +109,11 @@ class Codec(ABC):
         """Decode uint8 ``[p, segment_bytes]``, whatever the bytes are, in plain torch on the CPU,
         to units of items."""
 
-    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(
+        self, rows: torch.Tensor, to: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Encode ``rows`` (``[n, hidden_size]``), on their device; a ValueError for other rows.
+        ``to``: memory that a kernel may encode to, at least ``[n, row_bytes]``; None: new memory.
 
         Returns:
             The encoded rows, uint8 ``[n, row_bytes]``, and which of them fit, bool ``[n]``.
@@ -120,7 +123,9 @@ class Codec(ABC):
         if self.is_view or not rows.is_cuda:
             units = rows.view(-1, 1, 1, 1, self.hidden_size)
             return self._encode_all(units.split(self.at_once))
-        encoded = rows.new_empty((len(rows), self.row_bytes), dtype=torch.uint8)
+        if to is None:
+            to = rows.new_empty((len(rows), self.row_bytes), dtype=torch.uint8)
+        encoded = to[: len(rows)]
         flags = rows.new_empty((len(rows), self.flags), dtype=torch.bool)
         self.encode_launch((rows,), None, encoded, None, 0, flags).run()
         return encoded, flags.all(1) if self.flags > 1 else flags[:, 0]

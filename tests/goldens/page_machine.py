@@ -150,7 +150,7 @@ class Machine:
             marks = torch.zeros(rows.shape[:2], dtype=torch.int64)
             segments = torch.tensor([layout.segment_offsets[layer] for layer in hidden])
             slots, table = torch.arange(self.kind.page), torch.zeros(1, dtype=torch.int64)
-            for part, stored in stored_rows(self.codec, rows.view(torch.uint8), marks):
+            for part, _, stored in stored_rows(self.codec, rows.view(torch.uint8), marks):
                 where = segments[part], self.kind.page, layout.kept
                 save_rows(stored, slots, table, self.memory, *where)
             assert not marks.any()

@@ -63,9 +63,13 @@ def test_a_codec_takes_one_launch_each_way(name: str, dtype: torch.dtype) -> Non
     codec, rows = make_codec(name, 256, dtype), torch.randn(7, 256).to(dtype)
     (here,), (there,) = on_both(rows)
     want, fits = codec.encode(here)
-    got, fit = codec.encode(there)
+    room = torch.full((9, codec.row_bytes), 0xEE, dtype=torch.uint8, device=CUDA)
+    with Memory() as memory:
+        got, fit = codec.encode(there, room)
     assert got.is_cuda and launched() == 1
+    assert sum(memory.made) <= len(rows) * (codec.flags + 1), "but for flags"
     assert torch.equal(got.cpu(), want) and torch.equal(fit.cpu(), fits)
+    assert (room[7:] == 0xEE).all().item()
     room = torch.full((9, 256), torch.nan, dtype=dtype).to(CUDA)
     with Memory() as memory:
         back = codec.decode(got, room)

@@ -35,9 +35,9 @@ def encoded_wrongly() -> None:
     """What pages hold of every encoded row is something else than its code."""
     from hcache_backend.capture import staging
 
-    def wrong(stored_rows: Any, codec: Any, rows: Any, marks: Any) -> Any:
-        for part, stored in stored_rows(codec, rows, marks):
-            yield part, stored if codec.is_view else stored ^ 1
+    def wrong(stored_rows: Any, codec: Any, *rows: Any) -> Any:
+        for *which, stored in stored_rows(codec, *rows):
+            yield *which, stored if codec.is_view else stored ^ 1
 
     around(staging, "stored_rows", wrong)
 
@@ -50,13 +50,13 @@ def do_not_fit(one_in: int) -> None:
 
     stored_rows = staging.stored_rows
 
-    def unfit(codec: Any, rows: Any, marks: Any) -> Any:
-        for part, stored in stored_rows(codec, rows, marks):
+    def unfit(codec: Any, rows: Any, marks: Any, *to: Any) -> Any:
+        for part, some, stored in stored_rows(codec, rows, marks, *to):
             if not codec.is_view:
                 # By what the row holds: computed again, it does not fit either.
                 chosen = (stored[..., :4].to(int) << torch.arange(0, 32, 8)).sum(-1) % one_in == 0
                 stored[chosen] = 0xA5
-                marks[part].masked_fill_(chosen, WRONG_STEP)
-            yield part, stored
+                marks[part, some].masked_fill_(chosen, WRONG_STEP)
+            yield part, some, stored
 
     staging.stored_rows = hooks.stored_rows = unfit

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from hcache_backend import streams
+from hcache_backend.capture import staging
 from hcache_backend.streams import StreamFailed, WorkerStream, host_tensor
-from hcache_kernels.staging import stage_rows
+from hcache_kernels.codecs import make_codec
+from hcache_kernels.staging import WRONG_STEP, stage_rows
 from tests.integrity import assert_sound_arena
 from tests.unit.capture.machine import (
     CAPACITY,
@@ -211,6 +213,26 @@ def test_a_transfer_that_fails_ends_capture_and_nothing_else(machine: Machine) -
     assert machine.capture.ledger.broken == "capture broke: OSError: no such memory"
     assert not machine.arena._rows.any()
     assert not machine.forward(slots(3))
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 3, 4, 7, 8, 99])
+def test_rows_are_encoded_in_parts_that_the_memory_has_room_for(
+    rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several layers together, or a part of the tokens of one, into the same memory."""
+    codec = make_codec("exp4", 256, torch.bfloat16)
+    values = torch.randn(3, 4, 256).bfloat16()
+    bits = torch.randint(-(1 << 15), 1 << 15, (256,), dtype=torch.int16)
+    values[1, 2] = bits.view(torch.bfloat16)  # too many exponents
+    want, marks = codec.encode(values.view(-1, 256))[0].view(3, 4, -1), torch.zeros(3, 4).long()
+    monkeypatch.setattr(staging, "_AT_ONCE_BYTES", rows_at_once * 512)
+    found = torch.zeros_like(want)
+    for layers, tokens, rows in staging.stored_rows(codec, values.view(torch.uint8), marks):
+        assert rows.shape[0] * rows.shape[1] <= rows_at_once
+        found[layers, tokens] = rows
+    assert marks.nonzero().tolist() == [[1, 2]] and marks[1, 2] == WRONG_STEP
+    found[1, 2] = want[1, 2]
+    assert torch.equal(found, want)
 
 
 @pytest.mark.parametrize("is_view", [True, False])
