@@ -103,13 +103,16 @@ class Arena:
         # By page of the device's KV pool:
         self._shadow = np.arange(host_pages, host_pages + device_pages, dtype=np.int64)
         self._host_page = np.full(device_pages, -1, np.int64)  # the same link from the other side
+        self._written = np.zeros(
+            device_pages, np.int64
+        )  # ticket of the last step that may write it
         # By slot:
         self._generation = np.zeros(slots, np.int64)  # clock when the slot's rows last became void
         self._rows = np.zeros(slots, np.uint8)
         self._lost = np.zeros(slots, np.bool_)  # filled, and a row is missing
         self._positions = np.zeros(slots, np.int32)
         self._token_ids = np.zeros(slots, np.int32)
-        self._clock = 0
+        self._clock = self._proven = 0  # the latter: ticket of the last step whose proof has come
         self._tickets = count(1)
 
     def physical(self, host_pages: Ids) -> Ids:
@@ -184,8 +187,11 @@ class Arena:
 
     def take_back(self, host_pages: Ids) -> ShadowChanges:
         """HiCache freed the pages: tokens still on the device take their rows back as shadows. All
-        that happened to their slots must be known, and recomputed rows must be there."""
-        back = host_pages[self._device_page[host_pages] >= 0]
+        that happened to their slots must be known, and recomputed rows must be there. A shadow that
+        an earlier step may still write stays one, because the next owner writes host pages at once.
+        """
+        linked = host_pages[self._device_page[host_pages] >= 0]
+        back = linked[self._written[self._device_page[linked]] <= self._proven]
         pages = self._device_page[back]
         self._host[back], self._shadow[pages] = self._shadow[pages], self._host[back]
         self._host_page[pages] = self._device_page[back] = -1
@@ -220,6 +226,7 @@ class Arena:
         self._unlink_device(slots // self.layout.page_size)
         self._refill(slots, RowState.PROMISED if promised else RowState.VOID)
         self._lost[slots] = not promised
+        self._written[slots // self.layout.page_size] = self._clock
         self._positions[slots] = positions
         self._token_ids[slots] = token_ids
         return self._clock
@@ -227,14 +234,15 @@ class Arena:
     def prove(self, slots: Ids, ticket: int, verdicts: npt.NDArray[np.uint8]) -> tuple[int, int]:
         """Apply a step's verdicts; returns how many rows, if still its own, are missing, unfit."""
         due = (self._generation[slots] == ticket) & (self._rows[slots] == RowState.PROMISED)
-        slots, verdicts = slots[due], verdicts[due]
+        slots, verdicts, self._proven = slots[due], verdicts[due], ticket
         self._rows[slots] = verdicts
         self._lost[slots] = verdicts != RowState.PROVEN
-        host_pages = self._host_page[slots // self.layout.page_size]
-        host_pages = np.unique(host_pages[host_pages >= 0])
-        self._judge(host_pages[self._unproven[host_pages]])
-        missing, unfit = (int((verdicts == one).sum()) for one in (RowState.VOID, RowState.UNFIT))
-        return missing, unfit
+        linked = self._host_page[slots // self.layout.page_size]
+        waiting = linked[(linked >= 0) & self._unproven[linked]]
+        if len(waiting):
+            self._judge(np.unique(waiting))
+        missing, unfit = verdicts == RowState.VOID, verdicts == RowState.UNFIT
+        return int(np.count_nonzero(missing)), int(np.count_nonzero(unfit))
 
     def _judge(self, host_pages: Ids) -> None:
         """Pages that wait for rows have them if all are proven, and never get them if one is not
@@ -242,8 +250,9 @@ class Arena:
         rows = self._rows_of(host_pages)
         proven, unfit = (rows == RowState.PROVEN).all(1), (rows == RowState.UNFIT).any(1)
         self._unproven[host_pages[proven]] = False
-        self.free(host_pages[(rows == RowState.VOID).any(1)])
-        self.mark_unfit(host_pages[unfit])
+        if not proven.all():
+            self.free(host_pages[(rows == RowState.VOID).any(1)])
+            self.mark_unfit(host_pages[unfit])
 
     def _rows_of(self, host_pages: Ids) -> npt.NDArray[np.uint8]:
         """Rows of the device pages of linked pages, ``[n, page_size]``."""

@@ -76,12 +76,12 @@ class PageProofs:
         self, host_pages: Ids, keys: Sequence[str], token_ids: Ints, *, verified: bool
     ) -> int:
         """Number of the first of these pages (int64 ``[p]``), which came from L3, that are those of
-        ``keys``, ``token_ids`` (int32 ``[p * page_size]``) and the weights that were expected.
-        ``verified``: L3 has checked their units. HiCache's storage thread."""
-        size, namespaces = self._layout.page_size, self._arena.namespaces(host_pages)
+        ``keys`` and ``token_ids`` (int32 ``[p * page_size]``). ``verified``: L3 has checked their
+        units. HiCache's storage thread."""
+        namespace, size = self._server.page_namespace(), self._layout.page_size
         for i, page in enumerate(self._arena.pages(host_pages)):
             wanted = token_ids[i * size : (i + 1) * size]
-            asked = page, namespaces[i], key_bytes(keys[i]), wanted
+            asked = page, namespace, key_bytes(keys[i]), wanted
             problem = self._layout.problem(*asked, segments=not verified)
             if problem is None and not self._has_known_positions(page):
                 problem = "positions"

@@ -80,3 +80,19 @@ def test_rows_that_come_no_more_are_not_waited_for() -> None:
     assert a.usable(ids(0)) is False
     a.prove(slots, ticket, np.ones(4, np.uint8))
     assert a.usable(ids(0)) is False
+
+
+@pytest.mark.parametrize("proven", [False, True])
+def test_a_shadow_that_an_earlier_step_may_still_write_goes_to_no_host_page(proven: bool) -> None:
+    """Its request was retracted, and a load got the slots. HiCache frees the host copy."""
+    a = arena()
+    slots, ticket = promised(a)
+    shadow = a.shadows[2]
+    a.allocated(slots)
+    a.settle(ids(0), a.expect_recomputed(ids(0), np.arange(4), np.arange(4)))
+    a.loaded(slots, ids(0), a.tickets(ids(0)))
+    if proven:
+        a.prove(slots, ticket, np.ones(4, np.uint8))
+    a.take_back(ids(0))
+    assert (a.physical(ids(0)) == shadow).item() == proven
+    assert a.problem(slots) == (None if proven else "rows not valid")

@@ -83,6 +83,10 @@ class Rank:
         self.queue: list[Callable[[], None]] = []
         self.rows = [Rows(lost=True) for _ in range(DEVICE_PAGES)]
         self.contents: dict[int, Content] = {}  # by host page
+        self.written = [
+            0
+        ] * DEVICE_PAGES  # the last step that may write a page, and that was proven
+        self.proven = 0
         self.linked: dict[int, int] = {}  # host pages that have the rows of these device pages
         # Saves under way: host pages, their tickets, and which of them fit.
         self.saves: list[tuple[list[int], np.ndarray, list[bool], list[Content]]] = []
@@ -139,6 +143,8 @@ class Rank:
             part, tokens - 1000 * node.sequence, tokens, promised=promised
         )
         rows = [self.rows[page] for page in (part // SIZE).tolist()]
+        for page in (part // SIZE).tolist():
+            self.written[page] = ticket
         for row in rows:
             row.lost, row.due = not promised, row.due + promised
         if not promised:
@@ -158,6 +164,7 @@ class Rank:
                     row = memory[LAYOUT.segment(layer)].reshape(SIZE, 8)
                     row[slot % SIZE] = values[page, layer, token]
             self.arena.prove(part, ticket, verdicts)
+            self.proven = ticket
             for row, verdict in zip(rows, verdicts.tolist(), strict=True):
                 row.due -= 1
                 row.lost |= verdict != RowState.PROVEN
@@ -195,15 +202,17 @@ class Rank:
             for page in node.host:
                 self.contents[page].lost = True
         self.save(node.host, fits)
+        if all(fits):  # as without K and V: only rows are waited for
+            self.arrive(-1)
 
     def save(self, pages: list[int], fits: list[bool]) -> None:
         """Copies to host pages are on their way; :meth:`arrive` tells of them."""
         contents = [self.contents[page] for page in pages]
         self.saves.append((pages, self.arena.tickets(ids(*pages)), fits[: len(pages)], contents))
 
-    def arrive(self) -> None:
+    def arrive(self, number: int = 0) -> None:
         """Also of pages that were loaded, or freed and used for others, meanwhile."""
-        pages, tickets, fits, contents = self.saves.pop(0)
+        pages, tickets, fits, contents = self.saves.pop(number)
         wanted = [
             page
             for page, content, fit in zip(pages, contents, fits, strict=True)
@@ -220,7 +229,11 @@ class Rank:
         while any(self.contents[page].waits for page in self.linked.values() if page in pages):
             self.arrive()
         self.submit(self.arena.take_back(ids(*pages)))
-        self.linked = {page: host for page, host in self.linked.items() if host not in pages}
+        for page in [page for page, host in self.linked.items() if host in pages]:
+            if self.written[page] <= self.proven:
+                del self.linked[page]
+            else:
+                self.unlink(page)
         for page in pages:
             del self.contents[page]
         assert self.arena.usable(ids(*pages)) is False
@@ -460,7 +473,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
     @rule(
         pages=st.integers(1, 2),
         fits=FITS,
-        then=st.sampled_from(["nothing", "loaded", "freed"]),
+        then=st.sampled_from(["nothing", "loaded", "saved and loaded", "freed"]),
     )
     def recomputed(self, pages: int, fits: list[bool], then: str) -> None:
         """Front pages of a prefetch: for HiCache they are in host memory from now on."""
@@ -474,11 +487,13 @@ class ScriptedScheduler(RuleBasedStateMachine):
             assert not rank.arena.unfit(ids(*taken)).any()
             rank.fill(node, fits[2 * number :])  # the device may do so at once
             rank.save(taken, fits[2 * number :])
+            if then == "saved and loaded":
+                rank.arrive(-1)
         self.nodes.append(node)
         if then == "freed":
             self.drop(node)
             self.nodes.remove(node)
-        elif then == "loaded" and len(self.free_device) >= pages:
+        elif then != "nothing" and len(self.free_device) >= pages:
             node.device, node.prepared = self.allocate(pages), False
             for rank in self.ranks:
                 rank.load(node)

@@ -14,7 +14,6 @@ from hcache_backend.capture import staging
 from hcache_backend.streams import StreamFailed, WorkerStream, host_tensor
 from hcache_kernels.codecs import make_codec
 from hcache_kernels.staging import WRONG_STEP, stage_rows
-from tests.integrity import assert_sound_arena
 from tests.unit.capture.machine import (
     CAPACITY,
     DEVICE_PAGES,
@@ -310,22 +309,6 @@ def test_the_rows_of_a_step_that_is_not_captured_are_known_to_be_lost(machine: M
         lose(torch.tensor(slots(2)))
         machine.settle()
         assert ledger.none_lost == none_lost
-
-
-def test_pages_that_no_duplicate_is_of_are_freed_without_a_wait(machine: Machine) -> None:
-    where = slots(1)
-    assert machine.forward(where)
-    machine.settle()
-    machine.capture.back_up(np.array(where), np.array([0]))
-    machine.settle()
-    gate = machine.hold_transfers()
-    machine.capture.ledger.allocated(torch.tensor(where))  # not known yet
-    machine.arena.free(np.array([0]))
-    assert machine.capture.ledger._wanted
-    assert machine.arena.problem(np.array(where)) == "rows not valid"
-    gate.set()
-    machine.settle()
-    assert_sound_arena(machine.arena)
 
 
 def test_what_is_forgotten_is_not_believed_and_its_memory_is_used_again(machine: Machine) -> None:
