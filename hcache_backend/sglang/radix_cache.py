@@ -71,7 +71,7 @@ def around_drain(
     running = {one: prefetch for one, prefetch in running.items() if prefetch.info is not None}
     if getattr(controller, "eager", None) is not None:
         # Plugins are imported before SGLang can be.
-        from hcache_backend.sglang.controller import apply_reports
+        from hcache_backend.sglang.reads import apply_reports
 
         apply_reports(taken, running, prefetches, controller.page_size)
     answered, l3 = list(itertools.islice(asked, n_storage_hit or 0)), our_l3(cache)

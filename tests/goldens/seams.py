@@ -203,7 +203,7 @@ def _watch_work(trace: Trace) -> None:
     from hcache_backend.prefetch.gate import HitGate
     from hcache_backend.restore.pipeline import RestorePipeline
     from hcache_backend.restore.recompute import Recomputer
-    from hcache_backend.sglang import controller
+    from hcache_backend.sglang import reads
     from hcache_backend.sglang.controller import OwnPagesController
     from hcache_backend.tiers.shared_backend import SharedBackend
 
@@ -229,7 +229,7 @@ def _watch_work(trace: Trace) -> None:
         return original(gate, ended, stalled)
 
     # A batch of a prefetch is read in each turn of the scheduler, however fast the disk is.
-    controller._MOST_STEPS = 1
+    reads._MOST_STEPS = 1
 
     def read(original: Any, controller: Any, operation: Any, keys: Any, *others: Any) -> Any:
         trace.next_turn()

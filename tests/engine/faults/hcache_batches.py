@@ -18,11 +18,11 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     """
     from hcache_backend.prefetch.eager_loads import EagerLoads
     from hcache_backend.prefetch.prefetch import Meeting
-    from hcache_backend.sglang import controller
-    from hcache_backend.sglang.controller import BatchedReads
+    from hcache_backend.sglang import reads
+    from hcache_backend.sglang.reads import BatchedReads
     from hcache_backend.sglang.runtime import current
 
-    controller._MOST_STEPS = 1  # a quick disk's batches would be read together
+    reads._MOST_STEPS = 1  # a quick disk's batches would be read together
     turn, begin, transfer = EagerLoads.apply_slices, BatchedReads.__init__, BatchedReads.transfer
     turns = 0
 

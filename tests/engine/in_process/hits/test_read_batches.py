@@ -13,8 +13,8 @@ from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.prefetch import Meeting
-from hcache_backend.sglang import controller
-from hcache_backend.sglang.controller import BackAck, BatchedReads, apply_reports
+from hcache_backend.sglang import reads as reading
+from hcache_backend.sglang.reads import BackAck, BatchedReads, apply_reports
 from tests.kit.prefetch import Operation
 
 SIZE = 4
@@ -25,7 +25,7 @@ READS = 2
 @pytest.fixture(autouse=True)
 def most_steps(request: pytest.FixtureRequest, monkeypatch: MonkeyPatch) -> None:
     """Scripted reads take no time: tests say whether several steps are read at once."""
-    monkeypatch.setattr(controller, "_MOST_STEPS", getattr(request, "param", 1))
+    monkeypatch.setattr(reading, "_MOST_STEPS", getattr(request, "param", 1))
 
 
 def waiting(waited: Callable[[float], None]) -> L3Progress:
@@ -137,11 +137,11 @@ def test_quick_reads_of_several_steps_are_reported_like_slow_ones(
     pages: int, monkeypatch: MonkeyPatch
 ) -> None:
     """Every read costs some milliseconds more, which a quick disk's small ones would be."""
-    monkeypatch.setattr(controller, "_LEAST_SECONDS", 1e9)
+    monkeypatch.setattr(reading, "_LEAST_SECONDS", 1e9)
     quick, quick_back, step = Rank(pages, set()), BackRank(pages), batch_pages(pages)
     assert quick.pages == sum(quick.batches) == pages
     assert max(quick.batches) == max(min(4 * step, min(pages, STORAGE_BATCH_SIZE) - step), step)
-    monkeypatch.setattr(controller, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(reading, "_LEAST_SECONDS", 0.0)
     for missing in (set(), {pages - 1}, {0}):
         slow = Rank(pages, missing)
         assert max(slow.batches) == step
@@ -157,7 +157,7 @@ def test_quick_reads_of_several_steps_are_reported_like_slow_ones(
 @pytest.mark.parametrize("most_steps", [4], indirect=True)
 def test_a_quick_disk_does_not_seem_slow_by_small_last_reads(monkeypatch: MonkeyPatch) -> None:
     clock, sizes = SimpleNamespace(now=0.0), list[int]()
-    monkeypatch.setattr(controller, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(reading, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
     def read(operation: Any, keys: list[str], host_indices: torch.Tensor, info: Any) -> int:
         sizes.append(len(keys))

@@ -14,8 +14,8 @@ from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.estimates import Estimates, L3Progress, Reading
 from hcache_backend.prefetch.prefetch import Meeting
 from hcache_backend.prefetch.slices import SliceBudget
-from hcache_backend.sglang import controller
-from hcache_backend.sglang.controller import BatchedReads, apply_reports
+from hcache_backend.sglang import reads
+from hcache_backend.sglang.reads import BatchedReads, apply_reports
 from hcache_backend.streams import CallerStream, Door, Stream, through
 from tests.engine.in_process.hits.eager_scene import SIZE, Scene, hicache
 from tests.kit.prefetch import Operation
@@ -117,7 +117,7 @@ def seconds(known: bool, slices: bool, *machine: Any) -> float:
         server.know(server.pages)
     time = SimpleNamespace(monotonic=lambda: server.now, sleep=server.sleep)
     least = patch.object(slice_budget, "_LEAST_TOKENS", 4 * SIZE)  # of four pages, as of 64 tokens
-    with patch.object(controller, "time", time), least:
+    with patch.object(reads, "time", time), least:
         return server.seconds_of_hit(slices=slices)
 
 
