@@ -69,8 +69,11 @@ def _wrong_rope() -> None:
     """Projection believes that every token stands one place further on."""
     from hcache_backend.projection.projector import Projector
 
-    def wrong(project: Any, self: Any, layer: Any, hidden: Any, positions: Any, *slots: Any) -> Any:
-        return project(self, layer, hidden, positions + 1 if _active() else positions, *slots)
+    def wrong(
+        project: Any, self: Any, layer: Any, hidden: Any, positions: Any, *slots: Any, **kw: Any
+    ) -> Any:
+        positions = positions + 1 if _active() else positions
+        return project(self, layer, hidden, positions, *slots, **kw)
 
     around(Projector, "project", wrong)
     around(Projector, "project_to_pool", wrong)

@@ -33,11 +33,11 @@ def hold_a_layer(active: Callable[[], bool]) -> None:
     """
     from hcache_backend.projection.projector import Projector
 
-    def held(project: Any, *args: Any) -> None:
+    def held(project: Any, *args: Any, **kw: Any) -> None:
         while active():
             _tell(".held")
             time.sleep(0.01)
-        project(*args)
+        project(*args, **kw)
 
     around(Projector, "project_to_pool", held)
 
