@@ -92,7 +92,9 @@ class Server:
         self.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        if error is not None and not isinstance(error, ServerError):
+            error.add_note(str(self.error("in use")))  # its log may soon be deleted
         self.kill()
 
     # -- life
