@@ -103,9 +103,8 @@ class Arena:
         # By page of the device's KV pool:
         self._shadow = np.arange(host_pages, host_pages + device_pages, dtype=np.int64)
         self._host_page = np.full(device_pages, -1, np.int64)  # the same link from the other side
-        self._written = np.zeros(
-            device_pages, np.int64
-        )  # ticket of the last step that may write it
+        # Ticket of the last step that may write the shadow.
+        self._written = np.zeros(device_pages, np.int64)
         # By slot:
         self._generation = np.zeros(slots, np.int64)  # clock when the slot's rows last became void
         self._rows = np.zeros(slots, np.uint8)

@@ -6,9 +6,8 @@ restored while L3 was read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -210,11 +209,3 @@ class LoadQueue:
     def _slots(self, slots: torch.Tensor, pages: npt.NDArray[np.bool_]) -> torch.Tensor:
         chosen = to_device(np.flatnonzero(pages), slots.device)
         return slots.view(-1, self._layout.page_size).index_select(0, chosen).view(-1)
-
-
-def runs(numbers: Sequence[int]) -> Iterator[range]:
-    """Ascending numbers as ranges without gaps."""
-    cuts = [0, *(i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1), len(numbers)]
-    for start, stop in pairwise(cuts):
-        if start < stop:
-            yield range(numbers[start], numbers[stop - 1] + 1)

@@ -18,16 +18,16 @@ and a load gets the prepared device pages. It may never come, so reserved pages 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from hcache_backend.arena import Ids
-from hcache_backend.host.loads import Prepared, runs
+from hcache_backend.host.loads import Prepared
 from hcache_backend.host.ports import DevicePages
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import StreamFailed
@@ -317,3 +317,11 @@ def _using(pages: Sequence[Reserved]) -> Iterable[RunningRestore]:
 def _until_copied(restore: RunningRestore) -> None:
     with contextlib.suppress(StreamFailed):  # then nothing is read any more
         restore.wait_until_copied()
+
+
+def runs(numbers: Sequence[int]) -> Iterator[range]:
+    """Ascending numbers as ranges without gaps."""
+    cuts = [0, *(i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1), len(numbers)]
+    for start, stop in pairwise(cuts):
+        if start < stop:
+            yield range(numbers[start], numbers[stop - 1] + 1)
