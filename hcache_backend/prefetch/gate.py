@@ -139,14 +139,14 @@ class HitGate:
         """This rank's verdicts: for each prefetch True if it should end; last, True if L3 is
         stalled. ``running`` are the first prefetches, in the order in which they are read."""
         now = self.l3.clock()
-        earlier = 0.0
         with self.prefetches.lock:
             stalled = self._seems_stalled(now)
             verdicts = [stalled] * len(running)
-            for place, one in enumerate(running):
-                if (rest := one.rest) is not None:
-                    verdicts[place] |= self._ends(one, rest, earlier, now)
-                    earlier += self.times.left(rest)
+            rests = [one.rest for one in running]
+            begins = self.times.begins(rests)
+            for place, (one, rest, begin) in enumerate(zip(running, rests, begins, strict=True)):
+                if rest is not None:
+                    verdicts[place] |= self._ends(one, rest, begin, now)
         return [*verdicts, stalled]
 
     def agreed(self, ended: Sequence[Prefetch], stalled: bool) -> None:
@@ -268,7 +268,7 @@ class HitGate:
     def _pays(self, hit: Hit, read: float) -> bool:
         """True if reading a hit in ``read`` seconds is worth it with nothing else under way."""
         saved = self.times.saved(hit)
-        return saved is None or self.times.loaded(hit, read) * self._min_gain <= saved
+        return saved is None or self.times.alone(hit, read) * self._min_gain <= saved
 
     def _seems_stalled(self, now: float) -> bool:
         return self._min_gain > 0 and self.l3.seems_stalled(now)
@@ -277,47 +277,34 @@ class HitGate:
         """Reason why a hit is not to be read, or None. Under the lock."""
         if self._seems_stalled(now):
             return "L3 is stalled"
-        saved = self.times.saved(hit)
-        if saved is None:
+        busy, others = self.gpu.seconds_busy(now), self.prefetches.hits
+        computing = self.times.computed(hit, busy, others, now)
+        if computing is None:
             return None
-        busy, read, hits = self.gpu.seconds_busy(now), 0.0, self.prefetches.hits
-        computing = self.times.computing(busy + saved, hits, now)
-        if not self.gpu.wanted:
-            enough = computing / self._min_gain if self._min_gain else math.inf
-            read = self.times.behind(hits, hit, now, enough)
-        taken = max(busy, read) + self.estimates.loaded(hit.tokens)
+        enough = computing / self._min_gain if self._min_gain else math.inf
+        read = 0.0 if self.gpu.wanted else self.times.behind(others, hit, now, enough)
+        taken = self.times.loaded(hit, max(busy, read))
         if taken * self._min_gain <= computing:
             return None
         reading = f"to read and load {hit.tokens} tokens takes at least {taken:.3f} s"
         return f"{reading}, to compute them {computing:.3f} s"
 
-    def _ends(self, prefetch: Prefetch, rest: Hit, earlier: float, now: float) -> bool:
-        """True if a prefetch should end; its ``rest`` begins in ``earlier`` seconds."""
+    def _ends(self, prefetch: Prefetch, rest: Hit, begin: float, now: float) -> bool:
+        """True if a prefetch should end, whose ``rest`` is read in ``begin`` seconds, or now."""
         hit, probed = prefetch.hit, prefetch.probed
         if hit is None or self.gpu.wanted or (prefetch.whole and probed is None):
             return False  # without worth in parts it is read to its end, unless it is a probe
         worth = 0 if prefetch.whole else prefetch.arrived - prefetch.lost
-        if (saved := self.times.saved(hit.without(worth))) is None:
-            return False
-        reading, elapsed, going_on, in_time = self.l3.reading, 0.0, 0.0, None
-        if reading is not None and reading.prefetch is prefetch:
-            in_time, earlier = self.l3.left_in_time(now), 0.0
-            since, before = (reading.tier, reading.before) if probed else (reading.start, 0)
-            elapsed, here = now - since, max(0, prefetch.arrived - before) + prefetch.step
-            going_on = elapsed * rest.tokens / here  # at the pace so far
-        if probed is not None:
-            rest = rest._replace(recomputing=None)  # L3 alone is probed
-            if elapsed < PROBE_SHARE * (self.times.saved(probed) or 0.0):
-                return False
-        elif in_time is not None and rest.recomputing is not None:
-            going_on = self.l3.seconds_to_read(rest.tokens, rest.shared)
-        elif in_time is not None:
-            going_on = in_time
-        else:
-            going_on = max(going_on, self.times.reading(rest))
-        going_on = earlier + self.times.both(rest, going_on)
         others = (one for one in self.prefetches.hits if one is not prefetch)
-        computing = self.times.computing(self.gpu.seconds_busy(now) + saved, others, now)
+        busy = self.gpu.seconds_busy(now)
+        computing = self.times.computed(hit.without(worth), busy, others, now)
+        if computing is None:
+            return False
+        if probed is not None:
+            judged = PROBE_SHARE * (self.times.saved(probed) or 0.0)
+            if self.times.since_begun(prefetch, now) < judged:
+                return False
+        going_on = self.times.going_on(prefetch, rest, begin, now)
         margin = 1.0 if prefetch.whole else _ENDING_MARGIN
         return going_on * self._min_gain > margin * computing
 

@@ -40,13 +40,13 @@ class HitTimes:
         share = min(hit.reachable, hit.tokens) / hit.tokens
         return (side_by_side if begun else until_there)(reading, recomputing, share)
 
-    def left(self, rest: Hit, slowdown: float = 1.0) -> float:
-        """To have the rest of a hit, from an L3 that is slower than estimated."""
-        return self.both(rest, slowdown * self.reading(rest))
+    def left(self, rest: Hit | None, slowdown: float = 1.0) -> float:
+        """To have the rest of a hit, if any, from an L3 that is slower than estimated."""
+        return self.both(rest, slowdown * self.reading(rest)) if rest else 0.0
 
-    def loaded(self, hit: Hit, reading: float) -> float:
-        """To have it on the device, with nothing else under way; as :meth:`both`."""
-        return self.both(hit, reading, begun=False) + self._estimates.loaded(hit.tokens)
+    def begins(self, rests: Iterable[Hit | None]) -> list[float]:
+        """Until each of these is read, one after the other."""
+        return [0.0, *accumulate(map(self.left, rests))][:-1]
 
     def unread(
         self, tokens: int, recomputing: float, share: float, *, longest: bool = False
@@ -63,15 +63,50 @@ class HitTimes:
         """To have a hit behind the rests of ``others``: of all, or of so many that these take more
         than ``enough``."""
         earlier, slowdown = 0.0, self._l3.slowdown(now)
-        for rest in (one.rest for one in others):
+        for one in others:
             if earlier > enough:
                 break
-            earlier += self.left(rest, slowdown) if rest else 0.0
+            earlier += self.left(one.rest, slowdown)
         return earlier + self.both(hit, slowdown * self.reading(hit), begun=False)
 
-    def computing(self, saved: float, others: Iterable[Prefetch], now: float) -> float:
-        """To compute for ``saved`` seconds, plus the delays of ``others``, which are read."""
-        slowdown = self._l3.slowdown(now)
+    def loaded(self, hit: Hit, there: float) -> float:
+        """To have it on the device, if it is in host memory in ``there`` seconds."""
+        return there + self._estimates.loaded(hit.tokens)
+
+    def alone(self, hit: Hit, reading: float) -> float:
+        """To have it on the device, with nothing else under way; as :meth:`both`."""
+        return self.loaded(hit, self.both(hit, reading, begun=False))
+
+    def computed(
+        self, hit: Hit, busy: float, others: Iterable[Prefetch], now: float
+    ) -> float | None:
+        """To compute a hit on a GPU that is ``busy`` so long, plus the delays of ``others``, which
+        are read; None if unknown."""
+        if (saved := self.saved(hit)) is None:
+            return None
+        whole, slowdown = busy + saved, self._l3.slowdown(now)
         reads = (self.left(rest, slowdown) for one in others if (rest := one.rest))
-        delayed = takewhile(saved.__gt__, accumulate(reads))
-        return saved + sum(saved - there for there in delayed)
+        delayed = takewhile(whole.__gt__, accumulate(reads))
+        return whole + sum(whole - there for there in delayed)
+
+    def since_begun(self, prefetch: Prefetch, now: float) -> float:
+        """Since it is read; a probe, from its tier. 0 if it is not read yet."""
+        reading = self._l3.reading
+        if reading is None or reading.prefetch is not prefetch:
+            return 0.0
+        return now - (reading.tier if prefetch.probed else reading.start)
+
+    def going_on(self, prefetch: Prefetch, rest: Hit, begin: float, now: float) -> float:
+        """To have the ``rest`` of a prefetch, whose read begins in ``begin`` seconds, or has."""
+        reading, probed = self._l3.reading, prefetch.probed is not None
+        if reading is None or reading.prefetch is not prefetch:
+            return begin if probed else begin + self.left(rest)
+        here = max(0, prefetch.arrived - (reading.before if probed else 0)) + prefetch.step
+        at_this_pace = self.since_begun(prefetch, now) * rest.tokens / here
+        if probed:  # L3 alone
+            return at_this_pace
+        if (in_time := self._l3.left_in_time(now)) is None:
+            return self.both(rest, max(at_this_pace, self.reading(rest)))
+        if rest.recomputing is None:
+            return in_time
+        return self.both(rest, self._l3.seconds_to_read(rest.tokens, rest.shared))
