@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hcache_backend.plan.restore import Restore
-from hcache_backend.prefetch.prefetch import Prefetch
+from hcache_backend.prefetch.hit import Prefetch
 
 SHOWN_TOKENS = 4096  # rates are shown for operations of this size
 # time of an operation on ``tokens`` behind ``prefix``, in seconds; in any unit if unknown

@@ -20,7 +20,8 @@ from typing import Any
 from hcache_backend import metrics
 from hcache_backend.metrics import logger
 from hcache_backend.prefetch.estimates import Estimate, L3Progress, Reading
-from hcache_backend.prefetch.prefetch import Hit, Prefetch, Prefetches, Recomputing, State
+from hcache_backend.prefetch.hit import Hit, Prefetch, Recomputing, State
+from hcache_backend.prefetch.prefetches import Prefetches
 from hcache_backend.prefetch.times import HitTimes
 from hcache_backend.ranks import Proposal, Turn
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from hcache_backend import metrics
 from hcache_backend.prefetch.estimates import Curve, Estimate
-from hcache_backend.prefetch.prefetch import Prefetches
+from hcache_backend.prefetch.prefetches import Prefetches
 from hcache_backend.restore.report import RunningRestore
 
 _UNFINISHED = 2  # slices at most: one runs while the next is launched, and forward passes wait

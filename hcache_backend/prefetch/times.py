@@ -8,7 +8,7 @@ from itertools import accumulate, takewhile
 
 from hcache_backend.plan.restore import side_by_side, until_there
 from hcache_backend.prefetch.estimates import L3Progress
-from hcache_backend.prefetch.prefetch import Hit, Prefetch
+from hcache_backend.prefetch.hit import Hit, Prefetch
 
 
 class HitTimes:

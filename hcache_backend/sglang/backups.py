@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hcache_backend import metrics
 from hcache_backend.format.envelope import key_bytes
 from hcache_backend.metrics import logger
-from hcache_backend.prefetch.prefetch import Prefetches
+from hcache_backend.prefetch.prefetches import Prefetches
 from hcache_backend.ranks import Proposal, Turn
 
 _PAGES = 128  # a turn puts no further node once its nodes have this many pages

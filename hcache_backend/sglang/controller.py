@@ -27,7 +27,8 @@ from hcache_backend.host.page_proofs import PageProofs
 from hcache_backend.host.ports import Controller
 from hcache_backend.host.stages import StagePages
 from hcache_backend.prefetch.eager_loads import EagerLoads
-from hcache_backend.prefetch.prefetch import Meeting, Recomputing
+from hcache_backend.prefetch.hit import Recomputing
+from hcache_backend.prefetch.meeting import Meeting
 from hcache_backend.ranks import Turn, smallest
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.host_pool import OwnPagesPool

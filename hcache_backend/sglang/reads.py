@@ -18,7 +18,8 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.estimates import L3Progress
-from hcache_backend.prefetch.prefetch import Meeting, Prefetches
+from hcache_backend.prefetch.meeting import Meeting
+from hcache_backend.prefetch.prefetches import Prefetches
 
 _LOOKING_SECONDS = 1e-3  # between two looks at the progress of the front
 _LEAST_SECONDS = 0.01  # of a read, about, because each one has a fixed cost of milliseconds

@@ -33,7 +33,7 @@ from hcache_backend.plan.record import PartitionRecord
 from hcache_backend.plan.restore import Restore
 from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.gate import HitGate
-from hcache_backend.prefetch.prefetch import Prefetches
+from hcache_backend.prefetch.prefetches import Prefetches
 from hcache_backend.restore.exchange import CollectiveOrder
 from hcache_backend.server_report import LayerGroup, ServerReport
 from hcache_backend.sglang.arguments import page_size

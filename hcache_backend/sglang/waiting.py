@@ -15,7 +15,7 @@ from operator import is_not
 from typing import Any
 
 from hcache_backend import metrics
-from hcache_backend.prefetch.prefetch import Held
+from hcache_backend.prefetch.prefetches import Held
 from hcache_backend.sglang.compat import set_timeout
 from hcache_backend.sglang.runtime import current
 

@@ -14,7 +14,7 @@ from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul.segments import PairedSegments
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.prefetch.estimates import L3Progress
-from hcache_backend.prefetch.prefetch import Prefetches
+from hcache_backend.prefetch.prefetches import Prefetches
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.sglang.controller import OwnPagesController, Stack
 from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool

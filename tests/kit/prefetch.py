@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from hcache_backend.prefetch.estimates import Estimates, L3Progress
-from hcache_backend.prefetch.prefetch import Meeting, Prefetches
+from hcache_backend.prefetch.meeting import Meeting
+from hcache_backend.prefetch.prefetches import Prefetches
 
 
 class Operation:

@@ -17,7 +17,7 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     pages of its front are recomputed.
     """
     from hcache_backend.prefetch.eager_loads import EagerLoads
-    from hcache_backend.prefetch.prefetch import Meeting
+    from hcache_backend.prefetch.meeting import Meeting
     from hcache_backend.sglang import reads
     from hcache_backend.sglang.reads import BatchedReads
     from hcache_backend.sglang.runtime import current

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from pytest import MonkeyPatch
 
-from hcache_backend.prefetch.prefetch import Prefetches
+from hcache_backend.prefetch.prefetches import Prefetches
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.sglang import controller as controllers
 from hcache_backend.sglang import radix_cache, waiting

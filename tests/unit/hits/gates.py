@@ -7,7 +7,8 @@ from typing import Any
 
 from hcache_backend.prefetch.estimates import Estimates, L3Progress
 from hcache_backend.prefetch.gate import _JUDGED, HitGate
-from hcache_backend.prefetch.prefetch import Prefetch, Prefetches, Recomputing
+from hcache_backend.prefetch.hit import Prefetch, Recomputing
+from hcache_backend.prefetch.prefetches import Prefetches
 
 STEP = 128
 

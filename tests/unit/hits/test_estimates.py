@@ -7,7 +7,7 @@ import pytest
 from hcache_backend.plan.profile import preset_profile
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.prefetch.estimates import Estimate, Estimates, L3Progress
-from hcache_backend.prefetch.prefetch import Hit
+from hcache_backend.prefetch.hit import Hit
 from hcache_backend.prefetch.times import HitTimes
 from tests.unit.partition.pipelines import public_model
 

@@ -18,7 +18,9 @@ from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.prefetch import estimates
 from hcache_backend.prefetch.estimates import LONGEST_PART_SECONDS, STALLED_SECONDS, waited_for_core
 from hcache_backend.prefetch.gate import _JUDGED, Gpu
-from hcache_backend.prefetch.prefetch import Hit, Meeting, Prefetch, Prefetches, Recomputing, State
+from hcache_backend.prefetch.hit import Hit, Prefetch, Recomputing, State
+from hcache_backend.prefetch.meeting import Meeting
+from hcache_backend.prefetch.prefetches import Prefetches
 from hcache_backend.prefetch.times import HitTimes
 from tests.unit.hits.gates import (
     STEP,
@@ -491,7 +493,7 @@ def test_what_another_rank_sees_counts(gate: Gate) -> None:
 
 
 def test_refusals_are_remembered_of_the_last_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hcache_backend.prefetch.prefetch._REMEMBERED", 2)
+    monkeypatch.setattr("hcache_backend.prefetch.prefetches._REMEMBERED", 2)
     prefetches = Prefetches()
     for name in "abc":
         prefetches.refuse(Prefetch(name), State.REFUSED)

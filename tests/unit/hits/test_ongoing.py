@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hcache_backend.prefetch.prefetch import Ongoing
+from hcache_backend.prefetch.prefetches import Ongoing
 
 A, B = (SimpleNamespace(operation=name, anchor_node_id=0) for name in "ab")
 COMES, GOES = False, True

@@ -3,7 +3,7 @@
 import pytest
 
 from hcache_backend.prefetch.gate import LONGEST_PROBE_SECONDS, PROBE_SECONDS, PROBE_SHARE
-from hcache_backend.prefetch.prefetch import Recomputing
+from hcache_backend.prefetch.hit import Recomputing
 from tests.unit.hits.gates import STEP, Gate, at, judged, read, reading, slices, takes, turn
 
 

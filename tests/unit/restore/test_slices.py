@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hcache_backend.prefetch.prefetch import Held, Prefetches
+from hcache_backend.prefetch.prefetches import Held, Prefetches
 from hcache_backend.prefetch.slices import RUNNING_LIMIT, Governor, SliceBudget
 
 SIZE = 256

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.prefetch.prefetch import Meeting
+from hcache_backend.prefetch.meeting import Meeting
 from hcache_backend.prefetch.slices import Pace, SliceBudget
 from hcache_backend.ranks import Turn
 from hcache_backend.restore.recompute import TokenSpan

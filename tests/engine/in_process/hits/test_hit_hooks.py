@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
 )
 
 from hcache_backend.prefetch.gate import HitGate
-from hcache_backend.prefetch.prefetch import Meeting
+from hcache_backend.prefetch.meeting import Meeting
 from hcache_backend.ranks import Turn
 from hcache_backend.sglang import radix_cache, scheduler, storage_threads
 from hcache_backend.sglang.runtime import Runtime

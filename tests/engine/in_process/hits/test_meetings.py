@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.estimates import L3Progress
-from hcache_backend.prefetch.prefetch import Meeting
+from hcache_backend.prefetch.meeting import Meeting
 from hcache_backend.sglang.reads import BackAck, BatchedReads, apply_reports
 from tests.kit.prefetch import Operation
 

@@ -14,7 +14,7 @@ from hcache_backend.plan.model_shape import ModelShape, PlannedCodec, encoded
 from hcache_backend.plan.plan import PartitionPlan, RestorePath
 from hcache_backend.plan.profile import Rate, preset_profile
 from hcache_backend.plan.restore import CHUNK_TOKENS, Restore
-from hcache_backend.prefetch.prefetch import Recomputing
+from hcache_backend.prefetch.hit import Recomputing
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.start.capabilities import EAGER, Server, refusal
 from hcache_backend.start.machine import model_shape

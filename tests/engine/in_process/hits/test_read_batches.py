@@ -12,7 +12,7 @@ from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.estimates import L3Progress
-from hcache_backend.prefetch.prefetch import Meeting
+from hcache_backend.prefetch.meeting import Meeting
 from hcache_backend.sglang import reads as reading
 from hcache_backend.sglang.reads import BackAck, BatchedReads, apply_reports
 from tests.kit.prefetch import Operation

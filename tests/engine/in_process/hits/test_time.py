@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hcache_backend.prefetch import slices as slice_budget
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.estimates import Estimates, L3Progress, Reading
-from hcache_backend.prefetch.prefetch import Meeting
+from hcache_backend.prefetch.meeting import Meeting
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.sglang import reads
 from hcache_backend.sglang.reads import BatchedReads, apply_reports

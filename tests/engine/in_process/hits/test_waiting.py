@@ -10,7 +10,7 @@ import pytest
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import CacheRequestHandle
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from hcache_backend.prefetch.prefetch import Held, Prefetches
+from hcache_backend.prefetch.prefetches import Held, Prefetches
 from hcache_backend.sglang import waiting
 from hcache_backend.sglang.runtime import Runtime
 

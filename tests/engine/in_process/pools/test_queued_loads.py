@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.host.loads import LoadQueue, Prepared, QueuedLoad
 from hcache_backend.plan.restore import Partition, Restore
-from hcache_backend.prefetch.prefetch import Prefetches
+from hcache_backend.prefetch.prefetches import Prefetches
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.restore.recompute import TokenSpan
 from hcache_backend.sglang import radix_cache

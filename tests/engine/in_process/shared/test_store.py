@@ -16,7 +16,7 @@ from hcache_backend import HCacheStorage
 from hcache_backend.config import ConfigError
 from hcache_backend.format.units import Shard
 from hcache_backend.prefetch.gate import HitGate
-from hcache_backend.prefetch.prefetch import Prefetch
+from hcache_backend.prefetch.hit import Prefetch
 from hcache_backend.sglang import runtime as runtime_module
 from hcache_backend.sglang.runtime import Runtime, Weights
 from hcache_backend.start import attach

@@ -1,0 +1,98 @@
+"""The two ends of a prefetch that is read from the back while its front is recomputed."""
+
+from __future__ import annotations
+
+import threading
+
+
+class Meeting:
+    """The two ends of one prefetch. A thread reads pages from the last one on; the scheduler has
+    pages recomputed whole from the first one on, until they meet. No page is taken by both.
+    Tensor-parallel ranks read on their own and recompute in step: the front takes only pages that
+    no rank reads, and pages of the back count once all ranks have them."""
+
+    def __init__(self) -> None:
+        self.front = 0  # pages whose recomputation was launched; the scheduler's
+        self.here = range(0)  # pages that were read and proven on all ranks; the scheduler's
+        # First page that recomputation cannot reach, as of the last turn. None, before the first
+        # turn, counts as all reachable: otherwise the reader would claim the front's pages.
+        self.reachable: int | None = None
+        self._lock = threading.Condition()
+        self._taken = 0  # by the front
+        self._offered = 0  # to the front behind them, while the ranks agree
+        self._unread: int | None = None  # the reader takes pages before this one
+
+    def set_pages(self, pages: int) -> None:
+        """The prefetch has ``pages`` pages. Both sides call it, in any order."""
+        with self._lock:
+            if self._unread is None:
+                self._unread = pages
+
+    # ---- the thread that reads ----
+
+    def next_batch(self, most: int) -> range:
+        """The next pages to read, at most ``most`` (at least 1); empty if the ends have met. Waits
+        for the ranks only if all others are offered to the front."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._offered or self._offered < self.unread)
+            assert self._unread is not None
+            first = max(self._taken + self._offered, self._unread - most)
+            stop, self._unread = self._unread, first
+            return range(first, stop)
+
+    @property
+    def spared(self) -> int:
+        """Pages that need not be read. Any thread."""
+        return self._taken
+
+    # ---- the scheduler ----
+
+    @property
+    def unread(self) -> int:
+        """Pages that are neither taken nor being read."""
+        assert self._unread is not None
+        return self._unread - self._taken
+
+    @property
+    def recomputable(self) -> float:
+        """Share of the unread pages that recomputation can reach. Any thread."""
+        unread, reachable = self.unread, self.reachable
+        if reachable is None or not unread:
+            return 1.0
+        return min(1.0, max(0, reachable - self._taken) / unread)
+
+    @property
+    def due(self) -> range:
+        """Pages that the front may take next, as far as all ranks know."""
+        stop = self.reachable or 0
+        return range(self.front, min(stop, self.here.start) if self.here else stop)
+
+    def offer(self, most: int) -> int:
+        """Number of pages that the front may take next: unread ones, at most ``most``. The reader
+        leaves them alone until :meth:`take_offered`, and reads others while the ranks agree."""
+        with self._lock:
+            # Pages taken but not launched have failed: there is no way past them.
+            self._offered = min(most, self.unread) if self._taken == self.front else 0
+            return self._offered
+
+    def take_offered(self, pages: int) -> range:
+        """The front takes ``pages`` of the pages that were offered; the others may be read."""
+        with self._lock:
+            first, self._taken, self._offered = self._taken, self._taken + pages, 0
+            self._lock.notify_all()
+            return range(first, self._taken)
+
+    def launched(self, pages: range) -> None:
+        """The recomputation of the front's next ``pages`` was launched."""
+        assert pages.start == self.front
+        self.front = pages.stop
+
+    def arrived(self, start: int, end: int) -> None:
+        """All ranks have read pages ``start`` to ``end``."""
+        self.here = range(start, max(start, end))
+
+    @property
+    def pages(self) -> int:
+        """Number of pages that count, from the first one on: recomputed or read."""
+        met = bool(self.here) and self.front >= self.here.start
+        return max(self.front, self.here.stop) if met else self.front

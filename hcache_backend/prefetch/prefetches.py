@@ -1,0 +1,178 @@
+"""The prefetches of a process, and the prompts of its waiting requests: host memory keeps its part
+of a prompt, which is ``Held``, while the request waits."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hcache_backend.prefetch.hit import Prefetch, Recomputing, Record, State
+
+_REMEMBERED = 4096  # refused requests
+_PAGES = 1 << 16  # of prefetches that are read, or were, whose keys are known
+
+
+@dataclass(eq=False)
+class Held:
+    """The prompt of a waiting request. Scheduler thread only."""
+
+    request: Any  # SGLang's
+    operation: Any = None  # SGLang's, of its prefetch; None: there is none, or it is over
+    node: Hashable = None  # SGLang's, up to which it is held
+    tokens: int = 0  # of the prompt that host memory has, and does not evict
+    read: int = 0  # tokens that L3 was read for, and that no batch has used
+    computed: int = 0  # tokens at the front of its prefetch that were recomputed
+    let_go: Callable[[], object] | None = None  # allows their eviction; None: they are not held
+    counts: tuple[bool, bool] = False, False  # among those that hold, and that batches let go
+
+
+class Ongoing(UserDict[Hashable, Record]):
+    """SGLang's prefetches by request, in the place of its cache's ``dict``. It tells which ones
+    come, begin to be read and go (``tell(record, over)``): no turn has to look at all."""
+
+    def __init__(self, tell: Callable[[Record, bool], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __setitem__(self, request: Hashable, record: Record) -> None:
+        super().__setitem__(request, record)
+        self._tell(record, False)
+
+    def __delitem__(self, request: Hashable) -> None:
+        self._tell(self.data.pop(request), True)
+
+
+class Prefetches:
+    """The prefetches of a process. ``lock`` guards what several threads change."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.held: dict[str, Held] = {}  # by request, in the order in which they came
+        self.early: dict[str, Held] = {}  # those that wait for their decode servers
+        self.fetching: dict[str, Held] = {}  # the others whose prefetches are not over
+        self.held_tokens = 0  # those of a node count once: one of its requests may hold none
+        self.releasable = 0  # of these, that batches alone let go: they wait for no answer
+        # By node: requests, those of them that batches let go, most tokens.
+        self._holds: dict[Hashable, tuple[int, int, int]] = {}
+        # SGLang's requests that wait, as far as is known; behind None for their decode servers.
+        self.line: list[Any] = [None]
+        self.answers: list[Any] = []  # SGLang's operations that wait for room in host memory
+        self.scheduler: Any = None  # SGLang's; None until the first request comes
+        self.plain = False  # token ids are all input of the request that is being received
+        self.short_of_room = False  # hits wait for room in host memory, on all ranks
+        self.waiting: dict[str, Prefetch] = {}  # of requests that the gate knows, in order
+        self.hits: dict[Prefetch, None] = {}  # those that are read, or will be, in order
+        self.reading: dict[Any, int] = {}  # SGLang's operations that have room, in order: tokens
+        self.reading_tokens = 0
+        self.brought: OrderedDict[str, Prefetch] = OrderedDict()  # last ones with a page, by key
+        self._asked = 0
+        self.changed: dict[Any, Prefetch] = {}  # what came, went or got on since the last turn
+        self.ongoing = Ongoing(self._tell)
+        # SGLang's operations that a thread still processes on some rank; the same on every rank.
+        self.unfinished: set[Hashable] = set()
+        self._of: weakref.WeakKeyDictionary[Any, Prefetch] = weakref.WeakKeyDictionary()
+        self._final: OrderedDict[str, State] = OrderedDict()  # of requests
+
+    def of(self, operation: Any) -> Prefetch:
+        """The prefetch of SGLang's ``operation``. Any thread."""
+        with self.lock:
+            if operation not in self._of:
+                name = operation.request_id
+                new = Prefetch(name, state=self._final.get(name, State.ASKED))
+                self._of[operation] = self.waiting.get(name, new)
+            return self._of[operation]
+
+    def add_request(
+        self, request_id: str, prefix: int, recomputing: Recomputing | None
+    ) -> Prefetch:
+        """L3 is asked for tokens of a request behind ``prefix``."""
+        with self.lock:
+            state = self._final.get(request_id, State.ASKED)
+            asked = self.waiting[request_id] = Prefetch(request_id, prefix, recomputing, state)
+            return asked
+
+    def follow(self, ongoing: Mapping[Hashable, Record]) -> Ongoing:
+        """Learn from now on which of SGLang's prefetches come and go. Replaces ``ongoing``."""
+        if ongoing is not self.ongoing:  # it is new, or a flush has made it so
+            for record in self.ongoing.values():
+                self._tell(record, True)
+            self.ongoing = Ongoing(self._tell)
+            self.ongoing.update(ongoing)
+        return self.ongoing
+
+    def _tell(self, record: Record, over: bool) -> None:
+        operation = record.operation
+        prefetch = self.changed[operation] = self.of(operation)
+        prefetch.info = None if over else record
+        if over:
+            if operation in self.reading:
+                self.reading_tokens -= self.reading.pop(operation)
+                prefetch.came_behind = self._asked if operation.completed_tokens else 0
+                prefetch.token_ids = None  # ``brought`` keeps the rest for a while
+            self.over(prefetch)
+        elif operation.host_indices is None:
+            self._asked = prefetch.asked = self._asked + 1
+        elif operation not in self.reading:
+            self.reading[operation] = len(operation.host_indices)
+            self.reading_tokens += self.reading[operation]
+            self.brought.update(dict.fromkeys(operation.hash_value, prefetch))
+            while len(self.brought) > _PAGES:
+                self.brought.popitem(last=False)
+        held = self.held.get(prefetch.request_id)
+        if held is not None and held.operation is operation:
+            if over:
+                self.fetching.pop(prefetch.request_id, None)
+            self.weigh(held)
+
+    def over(self, prefetch: Prefetch) -> None:
+        """No request waits for it any more. A thread may read it yet: that counts."""
+        with self.lock:
+            if self.waiting.get(prefetch.request_id) is prefetch:
+                del self.waiting[prefetch.request_id]
+            if prefetch.state is State.ASKED:
+                prefetch.state = State.DONE
+                self.hits.pop(prefetch, None)
+
+    def waits_for_gpu(self) -> bool:
+        """True if requests wait for the GPU only; those that wait for L3 could not run."""
+        return len(self.scheduler.waiting_queue) > len(self.fetching)
+
+    def queued(self, request_id: str) -> None:
+        """A request does not wait for its decode server any more."""
+        held = self.early.pop(request_id)
+        if held.operation is not None and self.of(held.operation).info is not None:
+            self.fetching[request_id] = held
+        self.weigh(held)
+
+    def weigh(self, held: Held) -> None:
+        """Count the tokens that a request holds, after any change of it."""
+        holds, (held_before, free_before) = held.let_go is not None, held.counts
+        no_answer = held.operation is None or held.operation in self.reading
+        free = holds and no_answer and held.request.rid not in self.early
+        held.counts = holds, free
+        requests, freeing, most = self._holds.pop(held.node, (0, 0, 0))
+        self.held_tokens -= most
+        self.releasable -= most if freeing else 0
+        requests, freeing = requests + holds - held_before, freeing + free - free_before
+        if requests:
+            most = max(most, held.tokens)
+            self._holds[held.node] = requests, freeing, most
+            self.held_tokens += most
+            self.releasable += most if freeing else 0
+
+    def forget_request(self, request_id: str) -> None:
+        """A new request comes; a refused one may have had its id."""
+        with self.lock:
+            self._final.pop(request_id, None)
+
+    def refuse(self, prefetch: Prefetch, state: State) -> None:
+        """``state``: refused or ended."""
+        with self.lock:
+            prefetch.state = self._final[prefetch.request_id] = state
+            self.hits.pop(prefetch, None)
+            if len(self._final) > _REMEMBERED:
+                self._final.popitem(last=False)
