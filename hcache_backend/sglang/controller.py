@@ -110,7 +110,7 @@ class OwnPagesController(HybridCacheController, Controller):
 
     def begin_turn(self, turn: Turn) -> None:
         if self.eager is not None:
-            self.eager.propose_slices(turn)
+            self.eager.fronts.propose_slices(turn, self.eager.restore_arrived(turn.cache))
         self._backups.propose_layouts(turn)
         for checks in self._checks:
             checks.propose_checks(turn)
@@ -118,7 +118,7 @@ class OwnPagesController(HybridCacheController, Controller):
     def end_turn(self, turn: Turn) -> None:
         """Act on the values that the ranks have agreed on."""
         if self.eager is not None:
-            self.eager.apply_slices()
+            self.eager.fronts.apply_slices()
         self._backups.apply_layouts()
         for checks in self._checks:
             checks.apply_checks()
@@ -294,7 +294,8 @@ class OwnPagesController(HybridCacheController, Controller):
         alike = getattr(store, "reads_any_page_alike", False)
         if not alike or not self._runtime.prefetches.plain or self.eager is None:
             return None
-        return self.eager.seconds_to_recompute if self.eager.recomputes_pages else None
+        fronts = self.eager.fronts
+        return fronts.seconds_to_recompute if fronts.recomputes_pages else None
 
     def _page_transfer(self, operation: Any) -> Any:
         if self._batches is None or self.page_get_func != self._page_get_zero_copy:
@@ -306,7 +307,7 @@ class OwnPagesController(HybridCacheController, Controller):
         assert self._batches is not None and self.eager is not None
         prefetch = self._runtime.prefetches.of(operation)
         self._read_drafts(operation)
-        ends = prefetch.meeting, self.eager.until_met
+        ends = prefetch.meeting, self.eager.fronts.until_met
         probes = prefetch.probed is not None
         read = self._page_get_zero_copy
         there = self._batches.transfer(read, operation, *ends, probes=probes)

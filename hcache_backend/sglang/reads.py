@@ -27,7 +27,7 @@ _MOST_STEPS = 4  # of a read
 
 # read(operation, keys, host_indices, extra_info) gives the number of leading pages that are there
 Read = Callable[..., int]
-UntilMet = Callable[..., tuple[float, float]]  # its arguments are those of EagerLoads.until_met
+UntilMet = Callable[..., tuple[float, float]]  # its arguments are those of Fronts.until_met
 
 
 class _InOrder:
@@ -96,7 +96,7 @@ class BatchedReads:
     ) -> int:
         """Read a prefetch in order, or from its last page to the ``meeting``. Every rank makes the
         same number of reports, even if it reads less: they are reduced together. ``until_met`` is
-        :meth:`.EagerLoads.until_met`: pages that the front would reach sooner are left to it. One
+        :meth:`.Fronts.until_met`: pages that the front would reach sooner are left to it. One
         that ``probes`` L3 reads a page first, however slow L3 seems.
         Returns the number of leading pages that were read in order and are there."""
         keys, before = operation.hash_value, list(operation.prefix_keys or ())

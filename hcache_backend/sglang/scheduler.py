@@ -67,7 +67,7 @@ def around_batch(original: Original, scheduler: Any, batch: Any, *a: Any, **kw: 
     result = original(scheduler, batch, *a, **kw)
     if gate is not None:
         eager = getattr(scheduler.tree_cache.cache_controller, "eager", None)
-        alone = eager is None or not eager.take_recomputed()
+        alone = eager is None or not eager.fronts.take_recomputed()
         if prefill is not None:
             _prefills.append((weakref.ref(result), (*prefill, alone)))
     return result

@@ -33,9 +33,9 @@ def turn_of(part: Any, cache: Any, reduce: Reduce = alone) -> None:
         turn.agree(reduce)
         part.end_turn(turn)
     else:
-        part.propose_slices(turn)
+        part.fronts.propose_slices(turn, part.restore_arrived(cache))
         turn.agree(reduce)
-        part.apply_slices()
+        part.fronts.apply_slices()
 
 
 def answered(pairs: Any, reduce: Reduce = alone) -> bool:

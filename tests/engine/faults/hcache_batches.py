@@ -16,14 +16,14 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     one is taken from what may be recomputed, and waits. With a second one, no more than so many
     pages of its front are recomputed.
     """
-    from hcache_backend.prefetch.eager_loads import EagerLoads
+    from hcache_backend.prefetch.fronts import Fronts
     from hcache_backend.prefetch.meeting import Meeting
     from hcache_backend.sglang import reads
     from hcache_backend.sglang.reads import BatchedReads
     from hcache_backend.sglang.runtime import current
 
     reads._MOST_STEPS = 1  # a quick disk's batches would be read together
-    turn, begin, transfer = EagerLoads.apply_slices, BatchedReads.__init__, BatchedReads.transfer
+    turn, begin, transfer = Fronts.apply_slices, BatchedReads.__init__, BatchedReads.transfer
     turns = 0
 
     def counted(self: Any) -> None:
@@ -79,7 +79,7 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     meets, offered = Meeting.set_pages, Meeting.offer
     Meeting.set_pages = begin_meeting  # type: ignore[method-assign]
     Meeting.offer = offer  # type: ignore[method-assign]
-    EagerLoads.apply_slices = counted  # type: ignore[method-assign]
+    Fronts.apply_slices = counted  # type: ignore[method-assign]
     BatchedReads.__init__ = remembering  # type: ignore[method-assign]
     BatchedReads.transfer = stepwise  # type: ignore[method-assign]
 

@@ -73,7 +73,7 @@ def test_all_that_a_turn_has_to_say_is_reduced_at_once() -> None:
     def part(of: str, *numbers: int) -> Any:
         return SimpleNamespace(
             **{
-                f"propose_{of}": lambda turn: turn.propose(*numbers),
+                f"propose_{of}": lambda turn, *_: turn.propose(*numbers),
                 f"apply_{of}": lambda: None,
             }
         )
@@ -83,7 +83,7 @@ def test_all_that_a_turn_has_to_say_is_reduced_at_once() -> None:
         kv_checks=checks,
         checks=part("checks", 2, 3),
         layouts=part("answer", 4),
-        eager=part("slices", 5),
+        eager=SimpleNamespace(fronts=part("slices", 5), restore_arrived=lambda cache: []),
     )
     cache = Cache(controller)
     cache.turn()
@@ -123,7 +123,7 @@ class Rank:
             after_forwards=lambda stream: None,
         )
         self.cache = Cache(self.controller, ranks.reduce(rank))
-        self.eager._prefetches = self.cache.prefetches
+        self.eager._prefetches = self.eager.fronts._prefetches = self.cache.prefetches
         self.prefetch = self.cache.ongoing_prefetch[0] = Operation(8, SIZE)
         self.cache.turn()
 

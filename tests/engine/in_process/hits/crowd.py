@@ -69,7 +69,7 @@ class Crowd:
         budget = SliceBudget(1.0, TOKENS, lambda tokens, prefix: 1.0, known=True)
         of_loads, starts = {"recomputes_pages": False}, {"start": lambda *_, **__: Restore()}
         eager = eager_over(pages, PAGES, PAGE, budget, starts, loads=of_loads)
-        eager._prefetches = state.prefetches
+        eager._prefetches = eager.fronts._prefetches = state.prefetches
         host = SimpleNamespace(size=1 << 30, available_size=lambda: 1 << 30)
         self.controller = bare_controller(
             eager._pool,

@@ -94,7 +94,7 @@ class Fronts:
 
     def settle(self) -> None:
         """Wait until all slices are done, and saved."""
-        for stream in (self.stream, self.eager._saving):
+        for stream in (self.stream, self.eager.fronts._saving):
             stream.record().synchronize()
 
     def _recompute_pages(self, span: TokenSpan, slots: torch.Tensor) -> torch.Tensor:
@@ -183,27 +183,27 @@ def test_what_was_recomputed_long_ago_is_in_front_of_no_batch(fronts: Fronts, do
     gate = threading.Event()
     fronts.stream.run(partial(gate.wait, 240))
     fronts.began()
-    fronts.eager.governor.look = lambda _: None
-    fronts.eager.governor.pace = Pace(0.0, "put_off_waiting")  # no further slice
+    fronts.eager.fronts.governor.look = lambda _: None
+    fronts.eager.fronts.governor.pace = Pace(0.0, "put_off_waiting")  # no further slice
     if done:
         gate.set()
         fronts.settle()
     fronts.turn()
-    assert [fronts.eager.take_recomputed() for _ in range(2)] == [not done, False]
+    assert [fronts.eager.fronts.take_recomputed() for _ in range(2)] == [not done, False]
     gate.set()
 
 
 def test_a_slice_that_is_put_off_is_put_off_on_every_rank(fronts: Fronts) -> None:
     """They agree on it: none needs to have seen what this one saw."""
     asked = list[list[int]]()
-    fronts.eager.governor.look = lambda _: None
-    fronts.eager.governor.pace = Pace(0.0, "put_off_waiting")
+    fronts.eager.fronts.governor.look = lambda _: None
+    fronts.eager.fronts.governor.pace = Pace(0.0, "put_off_waiting")
     fronts.begin()
     for _ in range(3):
         fronts.turn(lambda numbers, _: asked.append(numbers.tolist()))
     assert (asked, fronts.launched) == ([[0]] * 3, [])
-    assert not fronts.eager.take_recomputed()
-    fronts.eager.governor.pace = Pace(0.5, "shorter")
+    assert not fronts.eager.fronts.take_recomputed()
+    fronts.eager.fronts.governor.pace = Pace(0.5, "shorter")
     fronts.turn()
     assert len(fronts.launched) == 1
 
@@ -235,7 +235,7 @@ def test_slices_get_shorter_behind_all_that_is_before_them(fronts: Fronts) -> No
         prefixes.append(prefix)
         return original(most, page_size, prefix, *rest)
 
-    around(fronts.eager._budget, "pages", pages)
+    around(fronts.eager.fronts._budget, "pages", pages)
     fronts.began()
     fronts.turn()
     assert prefixes == [SIZE, 3 * SIZE]
@@ -248,16 +248,17 @@ def test_for_what_comes_in_one_piece_nothing_is_reserved(fronts: Fronts) -> None
 
 
 def test_readers_are_told_whether_a_front_may_be_recomputed(fronts: Fronts) -> None:
-    assert not fronts.eager.recomputes_pages  # nobody has said
+    assert not fronts.eager.fronts.recomputes_pages  # nobody has said
     fronts.turn()
-    assert fronts.eager.recomputes_pages
+    assert fronts.eager.fronts.recomputes_pages
     fronts.cache.prefetch_stop_policy = "best_effort"
-    assert not fronts.eager.recomputes_pages
+    assert not fronts.eager.fronts.recomputes_pages
 
 
 def test_what_was_offered_is_read_if_an_error_came_before_the_ranks_agreed(fronts: Fronts) -> None:
     meeting = fronts.began().meeting
-    fronts.eager.propose_slices(Turn(fronts.cache))
+    first = fronts.eager.restore_arrived(fronts.cache)
+    fronts.eager.fronts.propose_slices(Turn(fronts.cache), first)
     assert meeting.next_batch(8) == range(4, 8)
     fronts.known = False  # nothing is offered any more
     fronts.turn()
@@ -357,7 +358,7 @@ def test_what_l3_brings_sooner_is_only_read(
     seconds: float, recomputed: int, fronts: Fronts
 ) -> None:
     """A token takes three seconds; the reader does not begin."""
-    fronts.eager._budget.launched = lambda *_: None  # type: ignore[method-assign]
+    fronts.eager.fronts._budget.launched = lambda *_: None  # type: ignore[method-assign]
     fronts.seconds_to_read = seconds
     fronts.begin()
     for _ in range(8):
@@ -392,23 +393,25 @@ def test_a_front_is_not_waited_for_where_slices_are_put_off(fronts: Fronts) -> N
     fronts.seconds_to_read, meeting = 1.0, Meeting()
     meeting.set_pages(8)
     meeting.reachable = 8
-    assert fronts.eager.seconds_to_recompute(8 * SIZE, 0) == 3 * 8 * SIZE
-    together, alone = fronts.eager.until_met(meeting, 0)
+    assert fronts.eager.fronts.seconds_to_recompute(8 * SIZE, 0) == 3 * 8 * SIZE
+    together, alone = fronts.eager.fronts.until_met(meeting, 0)
     assert (together, alone) == (pytest.approx(8 * SIZE * 3 / 4), 8 * SIZE)
-    fronts.eager.governor.pace = Pace(0.5, "shorter")
-    assert fronts.eager.seconds_to_recompute(8 * SIZE, 0) == 2 * 3 * 8 * SIZE
-    fronts.eager.governor.pace = Pace(0.0, "put_off_running")
-    assert fronts.eager.until_met(meeting, 0) == (alone, alone)
+    fronts.eager.fronts.governor.pace = Pace(0.5, "shorter")
+    assert fronts.eager.fronts.seconds_to_recompute(8 * SIZE, 0) == 2 * 3 * 8 * SIZE
+    fronts.eager.fronts.governor.pace = Pace(0.0, "put_off_running")
+    assert fronts.eager.fronts.until_met(meeting, 0) == (alone, alone)
 
 
 def test_slices_take_as_long_as_a_prefill_until_one_has_run(fronts: Fronts) -> None:
     """Servers of K and V have no profile for slices; their first hits are judged all the same."""
-    fronts.eager._budget = SliceBudget(1.0, 2 * SIZE, lambda tokens, _: 3 * tokens, known=False)
+    fronts.eager.fronts._budget = SliceBudget(
+        1.0, 2 * SIZE, lambda tokens, _: 3 * tokens, known=False
+    )
     fronts.l3.estimates.prefill.seconds = lambda tokens, prefix: tokens * 5 + prefix
-    fronts.eager.governor.pace = Pace(0.5, "shorter")
-    assert fronts.eager.seconds_to_recompute(8 * SIZE, 3) == 2 * (8 * SIZE * 5 + 3)
-    fronts.eager._budget._recomputing.measured(2 * SIZE, 0, 6.0 * SIZE)
-    assert fronts.eager.seconds_to_recompute(8 * SIZE, 3) == 2 * 3 * 8 * SIZE
+    fronts.eager.fronts.governor.pace = Pace(0.5, "shorter")
+    assert fronts.eager.fronts.seconds_to_recompute(8 * SIZE, 3) == 2 * (8 * SIZE * 5 + 3)
+    fronts.eager.fronts._budget._recomputing.measured(2 * SIZE, 0, 6.0 * SIZE)
+    assert fronts.eager.fronts.seconds_to_recompute(8 * SIZE, 3) == 2 * 3 * 8 * SIZE
 
 
 def test_a_front_is_not_waited_for_where_slices_do_not_reach_it(fronts: Fronts) -> None:
@@ -416,10 +419,10 @@ def test_a_front_is_not_waited_for_where_slices_do_not_reach_it(fronts: Fronts) 
     meeting.set_pages(8)
     alone = 8 * SIZE
     # The scheduler has not looked yet: the reader leaves to the front what that may reach.
-    assert fronts.eager.until_met(meeting, 0)[0] == pytest.approx(alone * 6 / 8)
+    assert fronts.eager.fronts.until_met(meeting, 0)[0] == pytest.approx(alone * 6 / 8)
     for reachable in range(9):
         meeting.reachable = reachable
-        together, _ = fronts.eager.until_met(meeting, 0)
+        together, _ = fronts.eager.fronts.until_met(meeting, 0)
         # Slices are three times as slow as L3: they recompute a quarter, if they reach so far.
         assert together == pytest.approx(alone * max(6, 8 - reachable) / 8)
 

@@ -274,8 +274,8 @@ def test_the_gate_hears_how_far_slices_still_reach(
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_a_prefill_behind_a_recomputation_is_not_measured(gate: HitGate, recomputed: bool) -> None:
-    eager = SimpleNamespace(take_recomputed=lambda: recomputed)
-    cache = cache_of(SimpleNamespace(eager=eager))
+    fronts = SimpleNamespace(take_recomputed=lambda: recomputed)
+    cache = cache_of(SimpleNamespace(eager=SimpleNamespace(fronts=fronts)))
     sglang = SimpleNamespace(tree_cache=cache, waiting_queue=[])
     mode = SimpleNamespace(is_extend=lambda: True, is_mixed=lambda: False)
     batch = SimpleNamespace(

@@ -96,7 +96,7 @@ class Server:
         tokens, step = self.pages * SIZE, batch_pages(self.pages) * SIZE
         self.l3.reading = Reading(Operation.prefetches.of(operation), 0, tokens, tokens, step, 0, 0)
         batches = BatchedReads(SIZE, lambda ack: self._report(ack, operation), self.l3)
-        batches.transfer(self.read, operation, meeting, self.eager.until_met)
+        batches.transfer(self.read, operation, meeting, self.eager.fronts.until_met)
         assert operation.completed_tokens == tokens or not slices
         return max(self.now, self.gpu_free)
 

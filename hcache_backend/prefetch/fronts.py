@@ -1,0 +1,182 @@
+"""Fronts of prefetches: their first pages are recomputed in slices while the others are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from hcache_backend import metrics, streams
+from hcache_backend.capture.hooks import RecomputedRows
+from hcache_backend.host.loads import LoadQueue
+from hcache_backend.host.ports import DevicePages, HostPool
+from hcache_backend.metrics import logger
+from hcache_backend.prefetch.eager import EagerRestores
+from hcache_backend.prefetch.estimates import L3Progress
+from hcache_backend.prefetch.meeting import Meeting
+from hcache_backend.prefetch.prefetches import Prefetches
+from hcache_backend.prefetch.slices import Governor, SliceBudget
+from hcache_backend.prefetch.times import HitTimes
+from hcache_backend.ranks import Proposal, Turn
+from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.restore.recompute import TokenSpan
+
+
+@dataclass(eq=False)
+class Fronts:
+    """Decides in each turn which pages are recomputed, with all tensor-parallel ranks, and launches
+    their slice."""
+
+    _restores: EagerRestores
+    _pages: DevicePages
+    _pool: HostPool
+    _pipeline: RestorePipeline
+    _loads: LoadQueue
+    _budget: SliceBudget  # of recomputed tokens in a turn
+    _l3: L3Progress
+    _prefetches: Prefetches
+    # Takes hidden states of recomputed pages; None: pages hold K and V only.
+    _new_rows: Callable[[], RecomputedRows] | None = None
+
+    def __post_init__(self) -> None:
+        self.governor, self._times = Governor(), HitTimes(self._l3)
+        self._saving = streams.new_stream(self._pages.device, "saves")
+        self._recomputed = False  # since the last take_recomputed
+        # By SGLang's operation, in this turn: its reader leaves alone what is offered to a slice.
+        self._offers: dict[Any, Meeting] = {}
+        self._proposal: Proposal | None = None  # for each, how many pages
+
+    @property
+    def recomputes_pages(self) -> bool:
+        """True if front pages of a prefetch are recomputed whole while it is read from the back.
+        False if SGLang may end prefetches at any time (best_effort): then the front counts."""
+        cache = self._pages.cache
+        waits = cache is not None and cache.prefetch_stop_policy != "best_effort"
+        return waits and self._loads.recomputes_pages
+
+    def seconds_to_recompute(self, tokens: int, prefix: int) -> float:
+        """Time of all layers of tokens in slices; infinite if put off or unknown. Any thread."""
+        share = self.governor.pace.share
+        seconds = self._budget.seconds(tokens, self._pool.page_size, prefix)
+        if seconds == math.inf:  # no slice has run yet: as a prefill, then
+            seconds = self._l3.estimates.prefill.seconds(tokens, prefix) or math.inf
+        return seconds / share if share else math.inf
+
+    def until_met(
+        self, meeting: Meeting, prefix: int, *, longest: bool = False
+    ) -> tuple[float, float]:
+        """Estimated time to finish the unread pages behind ``prefix`` tokens: reading and
+        recomputing in parallel, and reading only (see :meth:`.L3Progress.seconds_to_read`).
+        Infinite if unknown. Any thread."""
+        tokens, share = meeting.unread * self._pool.page_size, meeting.recomputable
+        recomputing = self.seconds_to_recompute(tokens, prefix)
+        return self._times.unread(tokens, recomputing, share, longest=longest)
+
+    def propose_slices(self, turn: Turn, operations: Sequence[Any]) -> None:
+        """Offer the pages of these prefetches that a slice may recompute now, as many as one turn
+        has time for."""
+        self.governor.look(self._prefetches)
+        # Slices that ended long ago are in front of no batch any more.
+        self._recomputed = self._recomputed and self._budget.unfinished() > 0
+        size, budget, pace = self._pool.page_size, self._budget, self.governor.pace
+        for offered in self._offers.values():  # an error came between
+            offered.take_offered(0)
+        self._offers, self._proposal, rooms = {}, None, list[int]()
+        for operation in operations:
+            prefetch = self._prefetches.of(operation)
+            if (meeting := prefetch.meeting) is None:
+                continue
+            may = self._pages.holds(prefetch.anchor) and self.recomputes_pages
+            front = meeting.front
+            meeting.reachable = self._restores.reachable(operation, front) if may else 0
+            if not meeting.due or not self._follows(operation):
+                continue
+            prefix = operation.storage_start + front * size
+            together, alone = self.until_met(meeting, prefix)
+            # Slower pages are read sooner, some or all.
+            until = alone, together, self.seconds_to_recompute(size, prefix)
+            most = min(len(meeting.due), max(1, budget.tokens // size))
+            room = meeting.offer(budget.pages(most, size, prefix, pace.share, *until))
+            self._offers[operation] = meeting
+            rooms.append(0 if self._restores.launch_failed(operation) else room)
+        self._proposal = turn.propose(*rooms)
+        if rooms and not pace.share:
+            metrics.SLICES.count(pace.decision)
+
+    def apply_slices(self) -> None:
+        """The ranks have agreed: recompute pages of the first offer that all allow."""
+        if self._proposal is None:
+            return
+        decision, launched = self.governor.pace.decision, False
+        for (operation, meeting), pages in zip(
+            self._offers.items(), self._proposal.least, strict=True
+        ):
+            # The turn may have ended the prefetch, on all ranks.
+            ended = operation.is_terminated()
+            taken = meeting.take_offered(0 if launched or ended else pages)
+            if taken:
+                launched = self._recompute_slice(operation, meeting, taken)
+        self._offers = {}
+        if launched:
+            metrics.SLICES.count(decision)
+
+    def _follows(self, operation: Any) -> bool:
+        """True if pages of a prefetch can be recomputed behind what is on the device."""
+        others = self._before_prefetch(operation)
+        if others is None or operation.is_terminated() or not self.recomputes_pages:
+            return False
+        return len(others) == operation.storage_start  # otherwise its pages follow other tokens
+
+    def _recompute_slice(self, operation: Any, meeting: Meeting, pages: range) -> bool:
+        """Recompute ``pages`` of a prefetch, its next ones. Returns True if that was launched."""
+        others = self._before_prefetch(operation)
+        if others is None:
+            return False
+        slots, before = self._restores.slots(operation, pages)
+        prefix, size = torch.cat((others, before)), self._pool.page_size
+        of_hit = self._prefetches.of(operation).token_ids
+        assert of_hit is not None
+        token_ids = of_hit[pages.start * size : pages.stop * size]
+        recompute = self._loads.recompute_pages(TokenSpan(token_ids, prefix), slots)
+        if recompute is None:
+            return False
+        rows = None if self._new_rows is None else self._new_rows()
+        if rows is not None:
+            recompute = rows.taken_from(recompute)
+        # These pages are behind others that were loaded, or recomputed on the same stream.
+        restore = self._pipeline.start_recomputation(recompute)
+        if restore.failed is None:
+            # As a backup would: for HiCache these pages are in host memory now.
+            host_pages = self._restores.host_pages(operation, pages)
+            positions = np.arange(len(prefix), len(prefix) + len(slots))
+            self._pool.arena.expect_recomputed(host_pages, positions, token_ids)
+            save = partial(self._pool.save_recomputed, host_pages, slots, rows)
+            problem = restore.save_recomputed(self._saving, slots, save)
+            if problem is not None:  # the device's copy is as good as other ranks'
+                self._pool.arena.mark_unfit(host_pages)
+                metrics.PROBLEMS.count("recomputed_not_saved")
+                logger.warning("hcache: recomputed pages could not be stored: %r", problem)
+        self._budget.launched(restore, len(prefix))
+        self._recomputed = True
+        self._restores.recomputed(operation, pages, restore)
+        if restore.failed is not None:
+            self._loads.recomputation_failed(restore.failed)
+            return True
+        metrics.L3_TOKENS.count("recomputed", len(slots))
+        meeting.launched(pages)
+        operation.completed_tokens = meeting.pages * size
+        return True
+
+    def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
+        anchor = self._prefetches.of(prefetch).anchor
+        return self._pages.slots_to(anchor) if self._pages.holds(anchor) else None
+
+    def take_recomputed(self) -> bool:
+        """True if a slice was launched since the last call, in front of the next forward pass."""
+        recomputed, self._recomputed = self._recomputed, False
+        return recomputed
