@@ -29,7 +29,7 @@ from hcache_backend.host.stages import StagePages
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.hit import Recomputing
 from hcache_backend.prefetch.meeting import Meeting
-from hcache_backend.ranks import Turn, smallest
+from hcache_backend.ranks import smallest
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.sglang.reads import BackAck, BatchedReads, Read
@@ -62,16 +62,18 @@ class OwnPagesController(HybridCacheController, Controller):
     def __init__(self, stack: Stack, *hicache: Any, **arguments: Any) -> None:
         """The other arguments are SGLang's."""
         self._runtime, self._pool, self._loads = stack.runtime, stack.pool, stack.loads
-        self.eager, self._stages, self._kv_checks = stack.eager, stack.stages, stack.kv_checks
+        self.eager, self.stages, self._kv_checks = stack.eager, stack.stages, stack.kv_checks
         self._judge, self._capture = stack.judge, stack.capture
         runtime, pool, capture, alone = self._runtime, self._pool, self._capture, stack.stages.alone
         positions = int(runtime.runner.model_config.context_len)
         layout, hidden = pool.page_layout, capture is not None
         self._proofs = PageProofs(runtime, pool.arena, layout, hidden, positions)
-        self._backups = NodeBackups(pool, capture, stack.layouts, self, self.start_writing, alone)
+        self.node_backups = NodeBackups(
+            pool, capture, stack.layouts, self, self.start_writing, alone
+        )
         if capture is not None and not alone:
             capture.ledger.without_results = _STAGED_PASSES
-        self._checks = [each for each in (stack.checks, stack.kv_checks) if each is not None]
+        self.checks = [each for each in (stack.checks, stack.kv_checks) if each is not None]
         self._batches: BatchedReads | None = None
         if self.eager is not None:
             self._batches = BatchedReads(pool.page_size, self._report, runtime.l3)
@@ -104,29 +106,15 @@ class OwnPagesController(HybridCacheController, Controller):
         self._loads.drop_queued()
         if self.eager is not None:
             self.eager.restores.give_all_back()
-        self._backups.drop_waiting()
-        for checks in self._checks:
+        self.node_backups.drop_waiting()
+        for checks in self.checks:
             checks.drop_waiting()
 
-    def begin_turn(self, turn: Turn) -> None:
-        if self.eager is not None:
-            self.eager.fronts.propose_slices(turn, self.eager.restore_arrived(turn.cache))
-        self._backups.propose_layouts(turn)
-        for checks in self._checks:
-            checks.propose_checks(turn)
-
-    def end_turn(self, turn: Turn) -> None:
-        """Act on the values that the ranks have agreed on."""
-        if self.eager is not None:
-            self.eager.fronts.apply_slices()
-        self._backups.apply_layouts()
-        for checks in self._checks:
-            checks.apply_checks()
-        self._stages.exchange_messages()
-        if self._never_loaded or (self._kv_checks.failed and self._stages.alone):
-            # A node whose load is refused stays a hit, and hides its copy in L3. HiCache cannot
-            # remove one node, so all that are in L2 only go.
-            turn.cache.evict_host(self._pool.size)
+    def evict_unloadable(self, cache: Any) -> None:
+        """A node whose load is refused stays a hit, and hides its copy in L3. HiCache cannot
+        remove one node, so all that are in L2 only go."""
+        if self._never_loaded or (self._kv_checks.failed and self.stages.alone):
+            cache.evict_host(self._pool.size)
             self._never_loaded = False
 
     def _move_pool_indices(
@@ -138,18 +126,18 @@ class OwnPagesController(HybridCacheController, Controller):
 
     def write(self, device_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Back up a node, or return None on every rank if one of its rows is not valid."""
-        self._stages.exchange_messages()
+        self.stages.exchange_messages()
         weights = self._runtime.weights
         flushed = weights is not None and weights.suspended is None
         may_wait = flushed and self.write_policy != "write_back"
-        backup = self._backups.begin_backup(device_indices, may_wait=may_wait)
+        backup = self.node_backups.begin_backup(device_indices, may_wait=may_wait)
         if backup is None:
             return None
         # K and V go to the pages of an exchange, so not before the backup is queued.
         host_indices = super().write(device_indices, *args, **kwargs | {"flush": False})
         if host_indices is None:
             return None
-        self._backups.add_backup(backup, self._pool.page_ids(host_indices))
+        self.node_backups.add_backup(backup, self._pool.page_ids(host_indices))
         if kwargs.get("flush", True):
             self.start_writing()
         return host_indices
@@ -157,9 +145,9 @@ class OwnPagesController(HybridCacheController, Controller):
     def start_writing(self) -> None:
         """Launch the backups that are ready."""
         may_wait = self.write_policy != "write_back"  # HiCache waits for that on the spot
-        launched = self._backups.launch(self.write_queue, may_wait=may_wait)
+        launched = self.node_backups.launch(self.write_queue, may_wait=may_wait)
         for host_pages in launched:
-            self._stages.backed_up(host_pages)
+            self.stages.backed_up(host_pages)
         later = self.write_queue[len(launched) :]
         del self.write_queue[len(launched) :]
         if self.write_queue:
@@ -171,7 +159,7 @@ class OwnPagesController(HybridCacheController, Controller):
 
     def ended(self) -> str | None:
         if self._capture is None:
-            failed = self._kv_checks.failed and self._stages.alone
+            failed = self._kv_checks.failed and self.stages.alone
             return "self-check failed" if failed else None
         if self._runtime.quarantine is not None:
             return "self-check failed"
@@ -180,7 +168,7 @@ class OwnPagesController(HybridCacheController, Controller):
     def agreed(self, *fine: int) -> list[int]:
         """Smallest values over all ranks; at most 0 if a rank lost its trust: then this one does,
         too."""
-        if self._capture is None and self._stages.alone:  # K and V need nothing from the model
+        if self._capture is None and self.stages.alone:  # K and V need nothing from the model
             trusts = not self._kv_checks.failed
         else:
             trusts = self._runtime.quarantine is None
@@ -217,7 +205,7 @@ class OwnPagesController(HybridCacheController, Controller):
             self._capture.ledger.settle(wait=False)
         if self.eager is not None and not self._loads.stored_from:
             needed = host_pages[~self.eager.restores.ready_pages(host_pages)]
-        self._stages.exchange_messages()
+        self.stages.exchange_messages()
         if self.eager is not None and self.eager.restores.failed(host_pages):
             problem = "restore_failed"
         elif (usable := self._pool.usable(needed)) is None:
@@ -226,7 +214,7 @@ class OwnPagesController(HybridCacheController, Controller):
             problem = "not_encodable"
         elif not usable or not self._proofs.may_project(needed):
             problem = "stale_host_page"
-        elif not self._stages.have(host_pages):
+        elif not self.stages.have(host_pages):
             problem = "another_stage"
         never = problem in ("restore_failed", "stale_host_page")
         fine, may_come = self.agreed(problem is None, not never)
@@ -240,10 +228,10 @@ class OwnPagesController(HybridCacheController, Controller):
                 problem = "layers_not_recomputable"
         if problem in ("stale_host_page", "layers_not_recomputable"):
             metrics.PROBLEMS.count(problem)
-        if not self._stages.decide(bool(fine)):
+        if not self.stages.decide(bool(fine)):
             tokens = len(host_pages) * self.page_size
             metrics.TOKENS.count(f"not_restored_{problem or 'another_rank'}", tokens)
-            if self._stages.alone:  # stages could not do it at one point
+            if self.stages.alone:  # stages could not do it at one point
                 self._never_loaded |= not may_come
             return None
         if not fine:  # the first stage knew that it is: a mistake of ours
@@ -254,7 +242,7 @@ class OwnPagesController(HybridCacheController, Controller):
     def write_storage(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self._capture is not None:  # the backup is done, so its rows have arrived
             self._capture.ledger.settle(wait=False)
-        self._stages.exchange_messages()
+        self.stages.exchange_messages()
         if self.eager is not None:
             self.eager.until_saved(self._pool.page_ids(host_indices))
         self._pool.mark_arrived()
@@ -349,7 +337,7 @@ class OwnPagesController(HybridCacheController, Controller):
             arena = self._pool.arena
             ticket = arena.expect(host_pages, self._runtime.page_namespace())
             arena.host_access(arena.physical(host_pages), write=True)
-            self._stages.brought(host_pages)
+            self.stages.brought(host_pages)
             got = read(operation, keys, indices, *others)
             # With buffer_only, `hash_value` loses pages that the device has got meanwhile.
             first = operation.all_hash_values.index(keys[0]) if keys else 0

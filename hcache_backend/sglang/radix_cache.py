@@ -23,7 +23,7 @@ def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     """Around ``check_hicache_events``, in each turn of the scheduler: HiCache's part, then ours."""
     gate, l3, turn, prefetches = gate_of(cache), our_l3(cache), Turn(cache), current().prefetches
     controller = getattr(cache, "cache_controller", None)
-    ours = controller if hasattr(controller, "begin_turn") else None
+    ours = controller if hasattr(controller, "node_backups") else None
     if ours is not None or l3 is not None:
         cache.hicache_storage_pass_prefix_keys = True  # of the pages before a node that is written
     with catching():
@@ -36,17 +36,38 @@ def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
         gate.propose_ends(turn)
     prefetches.changed = {}
     if ours is not None:
-        ours.begin_turn(turn)
+        propose_turn(ours, turn)
     if l3 is not None:
         l3.backups.propose_holes(turn)
     turn.agree(cache._all_reduce_attn_groups)
     if gate is not None:
         gate.apply_ends()
     if ours is not None:
-        ours.end_turn(turn)
+        apply_turn(ours, turn)
     if l3 is not None:
         l3.backups.apply_holes(cache)
     return result
+
+
+def propose_turn(controller: Any, turn: Turn) -> None:
+    """The numbers of our controller's parts."""
+    eager = controller.eager
+    if eager is not None:
+        eager.fronts.propose_slices(turn, eager.restore_arrived(turn.cache))
+    controller.node_backups.propose_layouts(turn)
+    for checks in controller.checks:
+        checks.propose_checks(turn)
+
+
+def apply_turn(controller: Any, turn: Turn) -> None:
+    """Its parts act on the numbers that the ranks have agreed on."""
+    if controller.eager is not None:
+        controller.eager.fronts.apply_slices()
+    controller.node_backups.apply_layouts()
+    for checks in controller.checks:
+        checks.apply_checks()
+    controller.stages.exchange_messages()
+    controller.evict_unloadable(turn.cache)
 
 
 def around_drain(

@@ -99,7 +99,7 @@ def around_read(original: Original, controller: Any, operation: Any) -> Any:
 
 def around_read_batch(original: Original, controller: Any, *a: Any, **kw: Any) -> Any:
     pages = original(controller, *a, **kw)
-    if not hasattr(controller, "begin_turn"):  # ours tells each part itself
+    if not hasattr(controller, "node_backups"):  # ours tells each part itself
         current().l3.arrived(pages * controller.page_size)
     return pages
 

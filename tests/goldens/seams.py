@@ -203,7 +203,7 @@ def _watch_work(trace: Trace) -> None:
     from hcache_backend.prefetch.gate import HitGate
     from hcache_backend.restore.pipeline import RestorePipeline
     from hcache_backend.restore.recompute import Recomputer
-    from hcache_backend.sglang import reads
+    from hcache_backend.sglang import radix_cache, reads
     from hcache_backend.sglang.controller import OwnPagesController
     from hcache_backend.tiers.shared_backend import SharedBackend
 
@@ -242,7 +242,7 @@ def _watch_work(trace: Trace) -> None:
             trace.next_look()
         return original(values, *args)
 
-    around(OwnPagesController, "begin_turn", turn)
+    around(radix_cache, "propose_turn", turn)
     around(OwnPagesController, "_page_get_zero_copy", read)
     around(RestorePipeline, "start", start)
     around(Recomputer, "recompute", run)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hcache_backend.ranks import Turn
+from hcache_backend.sglang.radix_cache import apply_turn, propose_turn
 from tests.kit.prefetch import Operation
 
 Reduce = Callable[[torch.Tensor, Any], object]
@@ -28,10 +29,10 @@ def turn_of(part: Any, cache: Any, reduce: Reduce = alone) -> None:
     turn = Turn(cache)
     if hasattr(cache, "ongoing_prefetch"):
         cache.ongoing_prefetch = Operation.prefetches.follow(cache.ongoing_prefetch)
-    if hasattr(part, "begin_turn"):
-        part.begin_turn(turn)
+    if hasattr(part, "node_backups"):
+        propose_turn(part, turn)
         turn.agree(reduce)
-        part.end_turn(turn)
+        apply_turn(part, turn)
     else:
         part.fronts.propose_slices(turn, part.restore_arrived(cache))
         turn.agree(reduce)

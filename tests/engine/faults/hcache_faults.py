@@ -281,7 +281,6 @@ def _weights_late() -> None:
 def _hooks_raise() -> None:
     """Whatever our hooks do of their own raises."""
     from hcache_backend.sglang import radix_cache, scheduler, storage_threads
-    from hcache_backend.sglang.controller import OwnPagesController
 
     def faulty(original: Any, *args: Any) -> Any:
         if _active():
@@ -289,8 +288,8 @@ def _hooks_raise() -> None:
         return original(*args)
 
     seams = [(module, "gate_of") for module in (radix_cache, scheduler, storage_threads)]
-    seams += [(radix_cache, "our_l3"), (scheduler, "our_l3")]
-    for owner, name in (*seams, (OwnPagesController, "begin_turn")):
+    seams += [(radix_cache, "our_l3"), (radix_cache, "propose_turn"), (scheduler, "our_l3")]
+    for owner, name in seams:
         around(owner, name, faulty)
 
 

@@ -129,7 +129,7 @@ def test_rows_that_do_not_fit_are_not_backed_up(machine: Machine, runtime: Runti
     assert machine.forward(slots(2))
     machine.settle()
     problems = [
-        made._backups._problem(SimpleNamespace(values=np.array(slots(page)))) for page in (1, 2)
+        made.node_backups._problem(SimpleNamespace(values=np.array(slots(page)))) for page in (1, 2)
     ]
     assert problems == [NOT_ENCODABLE, None]
 

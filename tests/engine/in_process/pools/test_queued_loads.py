@@ -230,10 +230,15 @@ def test_one_of_several_ranks_does_not_go_on_when_its_recomputation_failed(
     monkeypatch.setattr(radix_cache, "current", lambda: process)
     loads = queue(Partition(2, 2, 0), ranks=2)
 
-    def end_turn(turn: object) -> None:  # slices are recomputed there
+    def apply_slices() -> None:  # these are recomputed there
         loads.recomputation_failed(RuntimeError("out of memory"))
 
-    controller = SimpleNamespace(begin_turn=lambda turn: None, end_turn=end_turn)
+    fronts = SimpleNamespace(propose_slices=lambda *_: None, apply_slices=apply_slices)
+    controller = SimpleNamespace(
+        eager=SimpleNamespace(fronts=fronts, restore_arrived=lambda cache: []),
+        node_backups=SimpleNamespace(propose_layouts=lambda turn: None),
+        checks=[],
+    )
     cache = SimpleNamespace(cache_controller=controller, _all_reduce_attn_groups=alone)
     cache.ongoing_prefetch = {}
     with pytest.raises(RuntimeError, match="out of memory"):
