@@ -63,7 +63,8 @@ class Clock:
     def monotonic(self) -> float:
         return self._trace.now
 
-    perf_counter = monotonic
+    # Processor time, too: a slow machine would let checks in service rest.
+    perf_counter = thread_time = monotonic
 
     def sleep(self, seconds: float) -> None:
         if threading.get_ident() == self._trace.scheduler:
@@ -82,7 +83,7 @@ class Trace:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.now = 1000.0  # virtual seconds
+        self.now = 0.0  # virtual seconds
         self.scheduler = threading.get_ident()
         self.rank: int | None = None  # number of this process, once it serves
         self._start: list[str] = []  # what the scheduler's thread did before
@@ -119,8 +120,9 @@ class Trace:
             self.now += seconds
 
     def serves(self, rank: int) -> None:
-        """The start of process ``rank`` is over."""
-        self.rank = rank
+        """The start of process ``rank`` is over. Virtual time goes on from the real one, which the
+        parts of a server have read while they were built."""
+        self.rank, self.now = rank, time.monotonic()
         self._write(["== the start", *(f"  {line}" for line in self._start)])
 
     # ---- points of the scheduler ----
