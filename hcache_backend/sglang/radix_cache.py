@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hcache_backend import metrics
 from hcache_backend.prefetch.gate import catching
@@ -15,6 +15,9 @@ from hcache_backend.sglang.hook_registry import Hook, OnError, Original
 from hcache_backend.sglang.runtime import current
 from hcache_backend.sglang.storage_threads import gate_of, keys_to, our_l3, pages_per_report
 from hcache_backend.sglang.tree import is_on_device, slots_to
+
+if TYPE_CHECKING:  # it needs SGLang, before which plugins are imported
+    from hcache_backend.sglang.controller import OwnPagesController
 
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 
@@ -49,7 +52,7 @@ def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     return result
 
 
-def propose_turn(controller: Any, turn: Turn) -> None:
+def propose_turn(controller: OwnPagesController, turn: Turn) -> None:
     """The numbers of our controller's parts."""
     eager = controller.eager
     if eager is not None:
@@ -59,7 +62,7 @@ def propose_turn(controller: Any, turn: Turn) -> None:
         checks.propose_checks(turn)
 
 
-def apply_turn(controller: Any, turn: Turn) -> None:
+def apply_turn(controller: OwnPagesController, turn: Turn) -> None:
     """Its parts act on the numbers that the ranks have agreed on."""
     if controller.eager is not None:
         controller.eager.fronts.apply_slices()
