@@ -85,7 +85,6 @@ class Engine:
         from sglang.srt.distributed import get_tp_group
 
         from hcache_backend.checks.probe import PROBE_TOKENS, LayerSpecs, check_recompute, observe
-        from hcache_backend.config import HCacheConfig
         from hcache_backend.projection.paged_pool import PagedPool
         from hcache_backend.projection.projector import Projector
         from hcache_backend.ranks import Refused
@@ -97,7 +96,7 @@ class Engine:
             run_again,
             run_prompts,
         )
-        from hcache_backend.sglang.runtime import Runtime
+        from hcache_backend.sglang.weights import LoadedWeights
 
         runner, kvcache = self._runner, self._runner.token_to_kv_pool
         self.pool = PagedPool(kvcache)
@@ -119,8 +118,9 @@ class Engine:
                     raise Refused(str(found.problem))
             except Refused as refused:
                 self.recomputer, recomputed = None, f"none: {refused}"
-            runtime = Runtime(runner, config=HCacheConfig())
-            specs = LayerSpecs(runtime, probe, projector, get_tp_group().cpu_group)
+            weights, ranks = LoadedWeights(runner), get_tp_group().cpu_group
+            limit = int(runner.model_config.context_len)
+            specs = LayerSpecs(weights, probe, projector, ranks, limit)
             specs.find()
             specs.check_writing()
             specs.use_agreed()
@@ -128,7 +128,7 @@ class Engine:
             raise MachineError(f"hidden mode refuses this model: {refused}") from None
         self.layers, self.projector = probe.layers, projector
         self.exactness = {
-            "projected": [group.model_dump(mode="json") for group in runtime.projection],
+            "projected": [group.model_dump(mode="json") for group in specs.projection],
             "recomputed": recomputed,
         }
 

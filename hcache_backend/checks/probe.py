@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hcache_backend.checks.comparison import first_problem, projected, projected_difference
 from hcache_backend.config import PROJECTION_VARIABLE
-from hcache_backend.host.ports import Server
+from hcache_backend.host.ports import ModelWeights
 from hcache_backend.metrics import logger
 from hcache_backend.projection import attention, exactness, search
 from hcache_backend.projection.attention import KV, AttentionLayer
@@ -363,20 +363,23 @@ class Found:
 
 class LayerSpecs:
     """Gives the projector its specs, at start and after every update of the weights. ``group``: the
-    process group of the tensor-parallel ranks."""
+    process group of the tensor-parallel ranks. ``limit``: of positions. ``projection``: a report.
+    """
 
-    def __init__(self, server: Server, probe: Probe, projector: Projector, group: Group) -> None:
-        self._server, self._probe, self._projector = server, probe, projector
-        self._group, self._stale = group, False
+    def __init__(
+        self, weights: ModelWeights, probe: Probe, projector: Projector, group: Group, limit: int
+    ) -> None:
+        self.projection: list[LayerGroup] = []
+        self._weights, self._probe, self._projector = weights, probe, projector
+        self._group, self._limit, self._stale = group, limit, False
         self._found: list[Found] = []
 
     def find(self) -> None:
         """Look for the spec of every layer on this rank; all ranks call it. Raises Refused if not
         even the attention modules can restore pages."""
         found, problems = [], []
-        limit = int(self._server.runner.model_config.context_len)
         for layer, hidden in zip(self._probe.layers, self._probe.hidden, strict=True):
-            evidence = search.gather_evidence(layer, hidden, self._probe.positions, limit)
+            evidence = search.gather_evidence(layer, hidden, self._probe.positions, self._limit)
             problems.append(search.dependence(layer, evidence))
             found.append(self._find(layer, evidence))
         self._found = found
@@ -460,8 +463,8 @@ class LayerSpecs:
 
     def follow_weights(self) -> None:
         """Forget the specs whenever weights change, and find them anew."""
-        self._server.on_weights_changed.append(self._forget)
-        self._server.on_caches_flushed.append(self._renew)
+        self._weights.on_weights_changed.append(self._forget)
+        self._weights.on_caches_flushed.append(self._renew)
 
     def _forget(self) -> None:
         """Weights change: attention modules stay right, specs may not."""
@@ -477,13 +480,13 @@ class LayerSpecs:
             reason = f"after a weight update: {type(error).__name__}: {error}"
             self._found = [Found(None, reason, found.own) for found in self._found]
             if isinstance(error, Refused):
-                self._server.begin_quarantine(reason)
+                self._weights.begin_quarantine(reason)
             else:
                 logger.exception("hcache: the search for specs raised an error")
         try:
             self.use_agreed()
         except Refused as refused:
-            self._server.begin_quarantine(f"after a weight update: {refused}")
+            self._weights.begin_quarantine(f"after a weight update: {refused}")
 
     def _report(self) -> None:
         groups: dict[tuple[Literal["spec", "generic"], str], list[int]] = {}
@@ -491,7 +494,7 @@ class LayerSpecs:
             refused = spec is None and found.spec is not None
             detail = "another rank has no spec" if refused else found.detail
             groups.setdefault(("generic" if spec is None else "spec", detail), []).append(layer)
-        self._server.projection = [
+        self.projection[:] = [
             LayerGroup(
                 method=method,
                 detail=detail,
@@ -500,11 +503,11 @@ class LayerSpecs:
             )
             for (method, detail), layers in groups.items()
         ]
-        by_spec = [group for group in self._server.projection if group.method == "spec"]
+        by_spec = [group for group in self.projection if group.method == "spec"]
         parts = [f"{len(group.layers)} layers by spec ({group.detail})" for group in by_spec]
         if parts:
             logger.debug("hcache: projection: %s", "; ".join(parts))
-        for group in self._server.projection:
+        for group in self.projection:
             numbers, how = ", ".join(map(str, group.layers)), "by their attention modules"
             if group.method == "generic":
                 logger.debug("hcache: projection: layers %s %s: %s", numbers, how, group.detail)

@@ -28,7 +28,7 @@ from hcache_backend import metrics, streams
 from hcache_backend.arena import Ids
 from hcache_backend.checks.comparison import first_problem, projected, projected_difference
 from hcache_backend.format.page import PageLayout
-from hcache_backend.host.ports import HostPool, Server
+from hcache_backend.host.ports import HostPool, ModelWeights
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.projector import Projector
@@ -85,14 +85,15 @@ class _Check(Generic[_Left]):
 
 
 class _Checks(ABC, Generic[_Layer, _Left]):
-    """Chooses one of ``check_every_pages`` pages of all transfers, and a few of ``layers`` of it,
-    the same on every rank, and keeps the checks that wait. ``failed``: a page was wrong."""
+    """Chooses one of ``every`` pages of all transfers, and a few of ``layers`` of it, the same on
+    every rank, and keeps the checks that wait. 0: none is chosen. ``failed``: a page was wrong."""
 
-    def __init__(self, server: Server, pool: HostPool, layers: Sequence[_Layer]) -> None:
-        assert server.config is not None
+    def __init__(
+        self, weights: ModelWeights, pool: HostPool, every: int, layers: Sequence[_Layer]
+    ) -> None:
         self.failed = False
-        self._server, self._pool, self._layers = server, pool, deque(layers)
-        self._every = server.config.check_every_pages
+        self._weights, self._pool, self._layers = weights, pool, deque(layers)
+        self._every = every
         self._pages_before = 0  # pages until the next one that is chosen
         self._waiting: deque[_Check[_Left]] = deque()
         self._buffers = HostBuffers(pool.device_pool.device)
@@ -162,9 +163,9 @@ class _Checks(ABC, Generic[_Layer, _Left]):
     def _fail(self, problem: str) -> None:
         """A page is wrong: the server loses its trust."""
         self.failed = True
-        if self._server.quarantine is None:
+        if self._weights.quarantine is None:
             metrics.PROBLEMS.count("self_check")
-            self._server.begin_quarantine(f"the self-check in service failed: {problem}")
+            self._weights.begin_quarantine(f"the self-check in service failed: {problem}")
 
 
 _Part = tuple[tuple[int, ...], slice, int]  # layers of a slot, their place in the buffer, part
@@ -175,8 +176,8 @@ class KVChecks(_Checks[int, _Part]):
     more, and encoded pages decoded, in another way. A page of a lossy codec may also be the code of
     the pool's values. ``failed`` is the same on every rank."""
 
-    def __init__(self, server: Server, pool: HostPool, kv: KVSegments) -> None:
-        super().__init__(server, pool, kv.layers)
+    def __init__(self, weights: ModelWeights, pool: HostPool, every: int, kv: KVSegments) -> None:
+        super().__init__(weights, pool, every, kv.layers)
         self._kv = kv
         self._compares = False  # in the last turn; the same on every rank
         self._wrong: str | None = None  # on this rank
@@ -254,15 +255,16 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
 
     def __init__(
         self,
-        server: Server,
+        weights: ModelWeights,
         pool: HostPool,
+        every: int,
         hidden_layers: Sequence[AttentionLayer],
         codec: Codec,
         projector: Projector,
         exchange: Exchange | None,
         order: CollectiveOrder | None,
     ) -> None:
-        super().__init__(server, pool, hidden_layers)
+        super().__init__(weights, pool, every, hidden_layers)
         self._codec, self._projector = codec, projector
         self._exchange, self._order = exchange, order
         self._shards: torch.Tensor | None = None
@@ -272,7 +274,7 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
             shape = (exchange.shards, shard.stop - shard.start)
             self._shards = torch.empty(shape, dtype=torch.uint8, device=pool.device_pool.device)
         # A running check may project rows of the old weights with the new ones.
-        server.on_weights_changed.append(self.drop_waiting)
+        weights.on_weights_changed.append(self.drop_waiting)
 
     def propose_checks(self, turn: Turn) -> None:
         """Propose the results that have arrived."""

@@ -12,7 +12,7 @@ from hcache_backend import metrics
 from hcache_backend.arena import Arena, Ids
 from hcache_backend.format.envelope import key_bytes
 from hcache_backend.format.page import Bytes, Ints, PageLayout
-from hcache_backend.host.ports import Server
+from hcache_backend.host.ports import ModelWeights
 from hcache_backend.metrics import logger
 
 
@@ -20,11 +20,12 @@ from hcache_backend.metrics import logger
 class PageProofs:
     """Of pages with hidden states (``_captured``) the arena knows weights and tokens."""
 
-    _server: Server
+    _weights: ModelWeights
     _arena: Arena
     _layout: PageLayout
     _captured: bool
     _positions: int  # with a row in RoPE tables
+    _writer: bytes  # of the pages of this run
 
     def seal(self, host_pages: Ids, keys: Sequence[str], token_ids: Ints, first: int | None) -> int:
         """Seal pages (int64 ``[p]``) of ``keys``, up to one that must not be stored; returns how
@@ -48,7 +49,7 @@ class PageProofs:
     ) -> str | None:
         """Seal a page (uint8 ``[page_bytes]``), or return the reason why it must not be stored.
         ``token_ids``: int32 ``[page_size]``, from ``position`` on."""
-        server, layout, weights = self._server, self._layout.of_page(page), self._server.weights
+        layout, weights = self._layout.of_page(page), self._weights.present
         if not self._arena.usable(host_page):
             unfit = self._arena.unfit(host_page).any()
             return "page_not_encodable" if unfit else "page_with_lost_rows"
@@ -56,9 +57,9 @@ class PageProofs:
             return "page_of_another_form"
         if weights is None or (weights.suspended is not None and not self._captured):
             return "page_of_other_weights"
-        namespace = server.page_namespace(weights)
+        namespace = self._weights.page_namespace(weights)
         if self._captured:
-            if server.quarantine is not None:
+            if self._weights.quarantine is not None:
                 return "page_in_quarantine"
             if self._arena.namespaces(host_page) != [namespace]:
                 return "host_page_of_other_namespace"
@@ -69,7 +70,7 @@ class PageProofs:
                 return "page_without_position"
             layout.positions(page)[:] = np.arange(position, position + layout.page_size)
             layout.token_ids(page)[:] = token_ids
-        layout.seal(page, namespace, key, server.writer)
+        layout.seal(page, namespace, key, self._writer)
         return None
 
     def proven(
@@ -78,7 +79,7 @@ class PageProofs:
         """Number of the first of these pages (int64 ``[p]``), which came from L3, that are those of
         ``keys`` and ``token_ids`` (int32 ``[p * page_size]``). ``verified``: L3 has checked their
         units. HiCache's storage thread."""
-        namespace, size = self._server.page_namespace(), self._layout.page_size
+        namespace, size = self._weights.page_namespace(), self._layout.page_size
         for i, page in enumerate(self._arena.pages(host_pages)):
             wanted = token_ids[i * size : (i + 1) * size]
             asked = page, namespace, key_bytes(keys[i]), wanted
@@ -96,9 +97,9 @@ class PageProofs:
 
     def may_project(self, host_pages: Ids) -> bool:
         """True if all captured pages are of the present weights, and have positions of RoPE."""
-        if not self._captured or self._server.quarantine is not None:
+        if not self._captured or self._weights.quarantine is not None:
             return not self._captured
-        present = self._server.page_namespaces()
+        present = self._weights.page_namespaces()
         known = all(namespace in present for namespace in self._arena.namespaces(host_pages))
         pages = self._arena.pages(host_pages, header=True)
         return known and all(map(self._has_known_positions, pages))

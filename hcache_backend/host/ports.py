@@ -11,7 +11,6 @@ import torch
 from hcache_backend.arena import Arena, Ids
 from hcache_backend.capture.hooks import HiddenCapture, RecomputedRows
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.config import HCacheConfig
 from hcache_backend.fingerprint import Weights
 from hcache_backend.format.page import PageLayout
 from hcache_backend.host.layout import Layout
@@ -19,19 +18,14 @@ from hcache_backend.host.loads import Prepared, QueuedLoad
 from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.exchange import CollectiveOrder
 from hcache_backend.restore.pipeline import RestorePipeline
-from hcache_backend.server_report import LayerGroup
 from hcache_backend.streams import Stream
 from hcache_kernels.codecs import Codec
 
 
-class Server(Protocol):
-    """A server with its model, and whether its K and V are believed (:class:`.Runtime`)."""
+class ModelWeights(Protocol):
+    """The loaded weights, and whether their K and V are believed (:class:`.LoadedWeights`)."""
 
-    runner: Any  # SGLang's ModelRunner
-    config: HCacheConfig | None
-    writer: bytes
-    weights: Weights | None
-    projection: list[LayerGroup]
+    present: Weights | None
     on_weights_changed: list[Callable[[], None]]
     on_caches_flushed: list[Callable[[], None]]
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hcache_backend.arena import Arena, Ids
-from hcache_backend.host.ports import Server
+from hcache_backend.host.ports import ModelWeights
 from hcache_backend.metrics import logger
 from hcache_backend.ranks import Group
 
@@ -73,7 +73,7 @@ class _BackupState(NamedTuple):
 class StagePages:
     """State of the host pages of all stages. Scheduler thread only, except :meth:`brought`."""
 
-    _server: Server
+    _weights: ModelWeights
     _arena: Arena
     _host_pages: int  # number of them, the same on every stage
     # Makes a group of the stages, on all of them; None if there is one.
@@ -113,7 +113,7 @@ class StagePages:
         while self._unsent and (usable := self._arena.usable(self._unsent[0])) is not None:
             number = self._backups - len(self._unsent) + 1
             self._unsent.popleft()
-            state = _BackupState(usable, self._server.quarantine is None)
+            state = _BackupState(usable, self._weights.quarantine is None)
             self._exchanged.append((number, self._stages.gather(state)))
         while self._exchanged and self._exchanged[0][1].done():
             number, gathered = self._exchanged.popleft()
@@ -151,4 +151,4 @@ class StagePages:
             self._backup_of[self._backup_of == number] = _LOST
         self._confirmed = number
         if not all(state.trusted for state in stages):
-            self._server.begin_quarantine("another pipeline stage failed its self-check")
+            self._weights.begin_quarantine("another pipeline stage failed its self-check")

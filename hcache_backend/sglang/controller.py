@@ -61,13 +61,14 @@ class OwnPagesController(HybridCacheController, Controller):
 
     def __init__(self, stack: Stack, *hicache: Any, **arguments: Any) -> None:
         """The other arguments are SGLang's."""
-        self._runtime, self._pool, self._loads = stack.runtime, stack.pool, stack.loads
+        self._runtime, self._weights = stack.runtime, stack.runtime.weights
+        self._pool, self._loads = stack.pool, stack.loads
         self.eager, self.stages, self._kv_checks = stack.eager, stack.stages, stack.kv_checks
         self._judge, self._capture = stack.judge, stack.capture
         runtime, pool, capture, alone = self._runtime, self._pool, self._capture, stack.stages.alone
         positions = int(runtime.runner.model_config.context_len)
-        layout, hidden = pool.page_layout, capture is not None
-        self._proofs = PageProofs(runtime, pool.arena, layout, hidden, positions)
+        layout, hidden, writer = pool.page_layout, capture is not None, runtime.writer
+        self._proofs = PageProofs(self._weights, pool.arena, layout, hidden, positions, writer)
         self.node_backups = NodeBackups(
             pool, capture, stack.layouts, self, self.start_writing, alone
         )
@@ -127,7 +128,7 @@ class OwnPagesController(HybridCacheController, Controller):
     def write(self, device_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Back up a node, or return None on every rank if one of its rows is not valid."""
         self.stages.exchange_messages()
-        weights = self._runtime.weights
+        weights = self._weights.present
         flushed = weights is not None and weights.suspended is None
         may_wait = flushed and self.write_policy != "write_back"
         backup = self.node_backups.begin_backup(device_indices, may_wait=may_wait)
@@ -161,7 +162,7 @@ class OwnPagesController(HybridCacheController, Controller):
         if self._capture is None:
             failed = self._kv_checks.failed and self.stages.alone
             return "self-check failed" if failed else None
-        if self._runtime.quarantine is not None:
+        if self._weights.quarantine is not None:
             return "self-check failed"
         return "capture broke" if self._capture.ledger.broken is not None else None
 
@@ -171,10 +172,10 @@ class OwnPagesController(HybridCacheController, Controller):
         if self._capture is None and self.stages.alone:  # K and V need nothing from the model
             trusts = not self._kv_checks.failed
         else:
-            trusts = self._runtime.quarantine is None
+            trusts = self._weights.quarantine is None
         *agreed, trusted = smallest(self.tp_group, *fine, trusts)
         if not trusted and self._capture is not None:
-            self._runtime.begin_quarantine("another tensor-parallel rank failed its self-check")
+            self._weights.begin_quarantine("another tensor-parallel rank failed its self-check")
         return [one if trusted else min(one, 0) for one in agreed]
 
     def after_forwards(self, stream: streams.Stream) -> None:
@@ -236,7 +237,7 @@ class OwnPagesController(HybridCacheController, Controller):
             return None
         if not fine:  # the first stage knew that it is: a mistake of ours
             mistaken = "a page is not what the first pipeline stage took it for"
-            self._runtime.begin_quarantine(mistaken)
+            self._weights.begin_quarantine(mistaken)
         return load or QueuedLoad(host_pages)
 
     def write_storage(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -335,7 +336,7 @@ class OwnPagesController(HybridCacheController, Controller):
         with metrics.catching("read", "pages of L3 are a miss"):  # a thread of SGLang's
             host_pages = self._pool.page_ids(indices)
             arena = self._pool.arena
-            ticket = arena.expect(host_pages, self._runtime.page_namespace())
+            ticket = arena.expect(host_pages, self._weights.page_namespace())
             arena.host_access(arena.physical(host_pages), write=True)
             self.stages.brought(host_pages)
             got = read(operation, keys, indices, *others)

@@ -41,7 +41,8 @@ def after_metadata(original: Original, buffers: Any, req: Any, *a: Any, **kw: An
     """Around ``MetadataBuffers.set_buf``, on a prefill server, before the last part is sent."""
     result = original(buffers, req, *a, **kw)
     with _catching():
-        buffers.cached_tokens[req.metadata_buffer_index, _ROOM] = _numbers(current().weights)
+        own = _numbers(current().weights.present)
+        buffers.cached_tokens[req.metadata_buffer_index, _ROOM] = own
     return result
 
 
@@ -50,13 +51,13 @@ def before_commit(original: Original, queue: Any, decode_req: Any, *a: Any, **kw
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
     if decode_req.req.bootstrap_host != FAKE_BOOTSTRAP_HOST:  # a health check, without a sender
-        runtime, same = current(), False
+        weights, same = current().weights, False
         with _catching():
             sent = queue.metadata_buffers.cached_tokens[decode_req.metadata_buffer_index, _ROOM]
-            own = _numbers(runtime.weights)
+            own = _numbers(weights.present)
             same = bool(own.any()) and torch.equal(sent.cpu(), own)
         if not same:
-            runtime.got_other_weights()
+            weights.got_other_weights()
     return original(queue, decode_req, *a, **kw)
 
 

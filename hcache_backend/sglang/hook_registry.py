@@ -100,7 +100,7 @@ def guarded(hook: Hook) -> Original:
                 raised = "hcache: the hook on %s raised an error (logged once): %s"
                 logger.exception(raised, hook.target, hook.on_error.value)
             if hook.on_error is OnError.END_L3:
-                current().cannot_restore(f"the hook on {hook.target} failed: {error!r}")
+                current().weights.cannot_restore(f"the hook on {hook.target} failed: {error!r}")
         return results[-1] if results else original(*args, **kwargs)
 
     return around

@@ -65,36 +65,36 @@ def _before_replay(original: Original, graphs: Any, *a: Any, **kw: Any) -> Any:
 
 
 def _around_weight_update(original: Original, updater: Any, *a: Any, **kw: Any) -> Any:
-    runtime = current()
-    runtime.begin_weight_update()
+    weights = current().weights
+    weights.begin_update()
     try:
         return original(updater, *a, **kw)
     finally:
-        runtime.end_weight_update()
+        weights.end_update()
 
 
 def _around_weight_bucket(original: Original, updater: object, *a: Any, **kw: Any) -> Any:
-    runtime = current()
-    runtime.begin_weight_update()
+    weights = current().weights
+    weights.begin_update()
     try:
         return original(updater, *a, **kw)
     finally:
-        runtime.forget_weights()
+        weights.forget_weights()
 
 
 def _after_late_weights(original: Original, runner: Any, *a: Any, **kw: Any) -> Any:
     result = original(runner, *a, **kw)
     runtime = current()
     if runtime.runner is runner:
-        runtime.read_weights()
-    elif runtime.draft is runner:
-        runtime.read_draft(runner)
+        runtime.weights.read_model()
+    elif runtime.weights.draft is runner:
+        runtime.weights.read_draft(runner)
     return result
 
 
 def _after_reset(original: Original, controller: Any, *a: Any, **kw: Any) -> Any:
     result = original(controller, *a, **kw)
-    current().caches_were_flushed()
+    current().weights.caches_were_flushed()
     return result
 
 

@@ -31,10 +31,10 @@ def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
         cache.hicache_storage_pass_prefix_keys = True  # of the pages before a node that is written
     with catching():
         cache.ongoing_prefetch = prefetches.follow(cache.ongoing_prefetch)
-        waiting.left()
+        waiting.left(prefetches)
     result = original(cache, *a, **kw)
     with catching():
-        waiting.fetched(cache)
+        waiting.fetched(cache, prefetches)
     if gate is not None:
         gate.propose_ends(turn)
     prefetches.changed = {}
@@ -88,7 +88,7 @@ def around_drain(
     gate, controller, prefetches = gate_of(cache), cache.cache_controller, current().prefetches
     cache.ongoing_prefetch = prefetches.follow(cache.ongoing_prefetch)
     with catching():
-        n_storage_hit = waiting.with_room(cache, n_storage_hit)
+        n_storage_hit = waiting.with_room(cache, prefetches, n_storage_hit)
     asked, reports = controller.prefetch_hit_queue.queue, controller.ack_prefetch_queue.queue
     taken = list(itertools.islice(reports, n_ack_prefetch or 0))
     running = {one.operation: prefetches.of(one.operation) for one in taken}

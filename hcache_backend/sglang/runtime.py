@@ -1,32 +1,17 @@
-"""State of one scheduler process: its model, its mode, and the loaded weights."""
+"""State of one scheduler process: options, pages, weights, and the prefetches of its requests."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hcache_backend import metrics
 from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import Staging
 from hcache_backend.config import HCacheConfig, PageKind
-from hcache_backend.fingerprint import (
-    TensorDigest,
-    Weights,
-    digest_tensors,
-    fingerprint,
-    model_tensors,
-    namespace,
-    of_all_stages,
-    whole_fingerprint,
-)
 from hcache_backend.format.envelope import WRITER_BYTES
-from hcache_backend.format.page import FORMAT_VERSION
-from hcache_backend.host.stages import PipelineStages
 from hcache_backend.metrics import logger
 from hcache_backend.plan.profile import Profile
 from hcache_backend.plan.record import PartitionRecord
@@ -36,13 +21,56 @@ from hcache_backend.prefetch.gate import HitGate
 from hcache_backend.prefetch.prefetches import Prefetches
 from hcache_backend.restore.exchange import CollectiveOrder
 from hcache_backend.server_report import LayerGroup, ServerReport
-from hcache_backend.sglang.arguments import page_size
-from hcache_backend.sglang.groups import new_stage_group
+from hcache_backend.sglang.weights import LoadedWeights
 from hcache_backend.store import PageStore
 
 JUDGING = "judging L3 hits"  # a capability (start/capabilities.py)
-_PENDING = "the weights were updated and not all pipeline stages have sent theirs"
-_REASONS = ("quarantined", "not_restorable", "flush_needed", "stages")
+
+
+@dataclass
+class StartOptions:
+    """What a server was asked for, and what its start decided besides its pages."""
+
+    config: HCacheConfig | None  # None: it was started without us
+    unused: dict[str, str] = field(default_factory=dict)  # what it goes without, and why
+    kept_profile: tuple[str, Profile] | None = None  # measured, and its file's name in a store
+    kept_partition: tuple[str, PartitionRecord] | None = None  # likewise, until a store is known
+
+
+@dataclass
+class ServerPages:
+    """What the host pool holds: a start decides it, a report shows it."""
+
+    kind: PageKind | None = None  # None until the pool is built
+    reason: str | None = None  # why pages have no hidden states, or why they are plain
+    codec: str | None = None  # of our own pages; None without them
+    layer_methods: Restore | None = None  # storage of each layer; None until decided
+    projection: list[LayerGroup] = field(default_factory=list)  # empty in KV mode
+    recomputation: str | None = None  # in words: how exact; None: nothing is recomputed
+
+    @property
+    def own(self) -> bool:
+        """True if the host pool holds our own pages, not SGLang's plain ones."""
+        return self.kind in ("hidden", "kv")
+
+    @property
+    def mode(self) -> Literal["hidden", "kv"]:
+        """What logs, metrics and reports call it: plain pages hold K and V."""
+        return "hidden" if self.kind == "hidden" else "kv"
+
+    def use_own_pages(self, reason: str | None = None) -> None:
+        """The host pool holds own pages. ``reason``: why no hidden states; None if it does."""
+        self.kind, self.reason = "kv" if reason else "hidden", reason
+        metrics.MODE.set(self.mode, "own", "own")
+        if reason is not None:
+            logger.info("hcache: KV mode, own pages: %s", reason)
+
+    def use_plain_pages(self, reason: str, *, expected: bool = False) -> None:
+        """The host pool holds SGLang's plain KV pages, for this ``reason``. ``expected``: with this
+        model and these arguments; otherwise an alert says that the server lost its own pages."""
+        self.kind, self.reason = "plain", reason
+        metrics.MODE.set("kv", "plain", "plain" if expected else "own")
+        logger.warning("hcache: KV mode, plain pages: %s", reason)
 
 
 @dataclass
@@ -60,71 +88,16 @@ class Runtime:
     """State of one scheduler process, changed on the scheduler thread only, except ``weights``."""
 
     runner: Any  # SGLang's ModelRunner
-    config: HCacheConfig | None = None  # None until hcache is asked for
-    pages: PageKind | None = None  # of the host pool; None until it is built
-    reason: str | None = None  # why pages have no hidden states, or why they are plain
+    options: StartOptions
+    weights: LoadedWeights
+    pages: ServerPages = field(default_factory=ServerPages)
     forwards: Forwards = field(default_factory=Forwards)
-    eager: bool = False  # the arrived part of a hit is restored while L3 is read
     # of a server that was started with it as L3, until the storage class takes it
     store: PageStore | None = None
     writer: bytes = field(default_factory=lambda: os.urandom(WRITER_BYTES))  # of this run's pages
-    weights: Weights | None = None
-    draft: Any = None  # SGLang's ModelRunner of a draft model
-    # Digest (hexadecimal) of its layers on this rank, in the names of its pages in L3; its
-    # embedding and head may be the model's.
-    draft_digest: str | None = None
-    page_fields: dict[str, object] = field(default_factory=dict)  # of own pages' namespace
-    # Called on the scheduler thread when captured rows lose their meaning, ...
-    on_weights_changed: list[Callable[[], None]] = field(default_factory=list)
-    # ...when L1 and L2 have been emptied, ...
-    on_caches_flushed: list[Callable[[], None]] = field(default_factory=list)
-    # ...and, in a thread of its own, when projected K and V stop matching those of the model.
-    on_quarantine: list[Callable[[], None]] = field(default_factory=list)
-    projection: list[LayerGroup] = field(default_factory=list)  # empty in KV mode
-    recomputation: str | None = None  # in words: how exact; None: nothing is recomputed
-    layer_methods: Restore | None = None  # storage of each layer; None until decided
-    # measured at start-up, and its file's name in a store
-    kept_profile: tuple[str, Profile] | None = None
-    # the same, if decided before the store was known
-    kept_partition: tuple[str, PartitionRecord] | None = None
     l3: L3Progress = field(default_factory=L3Progress)  # with the estimates of the machine
     prefetches: Prefetches = field(default_factory=Prefetches)
     hit_gate: HitGate | None = None  # chooses the L3 hits to read; None: all
-    codec: str | None = None  # of our own pages; None without them
-    unused: dict[str, str] = field(default_factory=dict)  # what it goes without, and why
-    # why L3 is suspended, by the metric's label; the first reason in _REASONS counts
-    _reasons: dict[str, str | None] = field(default_factory=lambda: dict.fromkeys(_REASONS))
-    _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
-    _stages: PipelineStages[Weights | None] | None = None
-    _lock: threading.RLock = field(default_factory=threading.RLock)
-    _stand_in: Weights | None = None
-    _updates_pending: int = 0  # that have ended, and whose weights are being gathered
-    _update_is_open: bool = False
-
-    @property
-    def own_pages(self) -> bool:
-        """True if the host pool holds our own pages, not SGLang's plain ones."""
-        return self.pages in ("hidden", "kv")
-
-    @property
-    def mode(self) -> Literal["hidden", "kv"]:
-        """What logs, metrics and reports call it: plain pages hold K and V."""
-        return "hidden" if self.pages == "hidden" else "kv"
-
-    def use_own_pages(self, fields: dict[str, object], reason: str | None = None) -> None:
-        """The host pool holds own pages. ``reason``: why no hidden states; None if it does."""
-        self.pages, self.reason = "kv" if reason else "hidden", reason
-        self.page_fields = fields
-        metrics.MODE.set(self.mode, "own", "own")
-        if reason is not None:
-            logger.info("hcache: KV mode, own pages: %s", reason)
-
-    def use_plain_pages(self, reason: str, *, expected: bool = False) -> None:
-        """The host pool holds SGLang's plain KV pages, for this ``reason``. ``expected``: with this
-        model and these arguments; otherwise an alert says that the server lost its own pages."""
-        self.pages, self.reason = "plain", reason
-        metrics.MODE.set("kv", "plain", "plain" if expected else "own")
-        logger.warning("hcache: KV mode, plain pages: %s", reason)
 
     def stop_judging(self) -> None:
         """The storage backend is detached."""
@@ -145,182 +118,29 @@ class Runtime:
             get_hash_str([0])  # builds it: up to 23 s, in which L3 would seem stalled
 
     def report(self) -> ServerReport:
-        hidden = self.mode == "hidden"
+        pages, methods = self.pages, self.pages.layer_methods
         return ServerReport(
             time=time.time(),
             model=str(self.runner.model_config.model_path),
-            mode=self.mode,
-            pages="own" if self.own_pages else "plain",
-            reason=self.reason,
-            codec=self.codec,
-            partition=self.layer_methods.describe() if hidden and self.layer_methods else None,
-            projection=tuple(self.projection),
-            recomputation=self.recomputation,
-            unused=self.unused,
+            mode=pages.mode,
+            pages="own" if pages.own else "plain",
+            reason=pages.reason,
+            codec=pages.codec,
+            partition=methods.describe() if methods and pages.mode == "hidden" else None,
+            projection=tuple(pages.projection),
+            recomputation=pages.recomputation,
+            unused=self.options.unused,
             tokens_per_second=self.l3.estimates.rates(),
         )
-
-    def namespace_of(self, weights: Weights, **shape: object) -> bytes:
-        """Namespace (16 bytes) of pages that ``weights`` made and that look like ``shape``. With
-        ``any_ranks`` in it, servers with other numbers of ranks share the namespace."""
-        digest = weights.whole if shape.get("any_ranks") else weights.fingerprint
-        # Asked for by every batch of pages; building it walks the model's whole configuration.
-        key = (digest, repr(sorted(shape.items())))
-        if key not in self._namespaces:
-            made_by = {
-                "format": FORMAT_VERSION,
-                "weights": digest.hex(),
-                "model": _settings(self.runner.model_config.hf_config.to_dict()),
-                "dtype": str(self.runner.dtype),
-                "kv_dtype": str(self.runner.kv_cache_dtype),
-                "page_size": page_size(self.runner.server_args),
-            }
-            self._namespaces[key] = namespace({**made_by, **shape})
-        return self._namespaces[key]
-
-    def page_namespace(self, weights: Weights | None = None) -> bytes:
-        """Namespace (16 bytes) of our own pages, by default those of the present weights."""
-        weights = weights or self.weights
-        assert weights is not None
-        return self.namespace_of(weights, **self.page_fields)
-
-    def page_namespaces(self) -> tuple[bytes, ...]:
-        """Namespaces of pages of the present weights; a stand-in until all stages sent theirs."""
-        made = filter(None, (self.weights, self._stand_in))
-        return tuple(map(self.page_namespace, made))
-
-    def read_weights(self) -> None:
-        """Fingerprint the loaded weights. Every rank of every stage must call it at one point.
-        Raises RuntimeError on all ranks if one could not read its weights."""
-        self._use_weights(self._gather_weights())
-        self._suspend()
-
-    def read_draft(self, runner: Any) -> None:
-        """Fingerprint the weights of a draft model: pages of another one give other drafts."""
-        self.draft, self.draft_digest = runner, os.urandom(16).hex()  # if it cannot be read
-        with metrics.catching("draft", "pages of the draft model are not found again"):
-            every, shared = model_tensors(runner.model), ("embed_tokens", "lm_head")
-            tensors = [own for own in every if not any(part in own[0] for part in shared)]
-            self.draft_digest = fingerprint([digest_tensors(tensors)]).hex()
-        if "draft" in self.page_fields:  # its K and V are in our own pages
-            self.page_fields["draft"] = self.draft_digest
-
-    def begin_weight_update(self) -> None:
-        """Weights are about to change: rows captured or queued under the old ones are void."""
-        if self.weights is not None and self.weights.suspended is None:
-            flushed = "until the caches are flushed (POST /flush_cache)"
-            logger.warning("hcache: weights are changing: L3 is off %s", flushed)
-        self._suspend(flush_needed="the weights were updated and the caches not flushed yet")
-        for callback in self.on_weights_changed:
-            callback()
-
-    def forget_weights(self) -> None:
-        """A part of the weights has changed, and others will. L3 is suspended until
-        :meth:`end_weight_update`, which alone reads the weights: an update may have 100 parts."""
-        with self._lock:
-            self._update_is_open = True
-            self._suspend(stages=_PENDING)
-            if self.weights is not None:  # whatever they are, they are not the old ones
-                unknown = os.urandom(16)
-                self._stand_in = Weights(unknown, self.weights.suspended, unknown)
-                self.weights = self._stand_in
-
-    def end_weight_update(self) -> None:
-        """All weights have changed. L3 is suspended until a flush, and until all stages have sent
-        theirs. The ranks read theirs together."""
-        with self._lock:
-            self.forget_weights()
-            self._update_is_open = False
-            self._updates_pending += 1
-        if self.draft is not None:
-            self.read_draft(self.draft)
-        self._gather_weights().add_done_callback(self._weights_gathered)
-
-    def caches_were_flushed(self) -> None:
-        """L1, L2 and the queues have nothing of the old weights: L3 may serve again."""
-        for callback in self.on_caches_flushed:
-            callback()
-        self._suspend(flush_needed=None)
-
-    def got_other_weights(self) -> None:
-        """A prefill server sent K and V of other weights: L3 is suspended until a flush."""
-        sent = "a prefill server sent K and V of other"
-        with self._lock:
-            if self._reasons["flush_needed"] is not None:
-                return
-            self._suspend(flush_needed=f"{sent} weights")
-        logger.warning("hcache: %s or unknown weights: L3 is off until POST /flush_cache", sent)
-
-    def begin_quarantine(self, reason: str) -> None:
-        """Projected K and V differ from the model's: stop saving and serving, for good."""
-        with self._lock:
-            if self.quarantine is not None:
-                return
-            self._suspend(quarantined=reason)
-        logger.error(
-            f"hcache: {reason}. L3 is off until a restart, and the pages that this server wrote "
-            "are being deleted. Requests continue. Please report this with the log"
-        )
-        for callback in self.on_quarantine:
-            threading.Thread(target=callback, name="hcache-quarantine", daemon=True).start()
-
-    def cannot_restore(self, reason: str) -> None:
-        """Pages are right but of no use here: L3 neither takes nor gives until a restart."""
-        self._suspend(not_restorable=reason)
-
-    @property
-    def quarantine(self) -> str | None:
-        return self._reasons["quarantined"]
-
-    def _suspend(self, **reasons: str | None) -> None:
-        """Suspend L3, or let it serve, by the ``reasons`` and the others that are known."""
-        with self._lock:
-            self._reasons |= reasons
-            known = [(code, why) for code, why in self._reasons.items() if why is not None]
-            reason = known[0][1] if known else None
-            if self.weights is not None and self.weights.suspended != reason:
-                self.weights = replace(self.weights, suspended=reason)
-                if reason is None:
-                    logger.info("hcache: L3 serves again, in the namespace of the new weights")
-            metrics.SUSPENDED.only(*(code for code, _ in known[:1]))
-
-    def _gather_weights(self) -> Future[list[Weights | None]]:
-        """Tell the weights of this pipeline stage to all stages; returns those of all stages."""
-        if self._stages is None:
-            self._stages = PipelineStages(new_stage_group())
-        return self._stages.gather(_stage_weights(self.runner.model))
-
-    def _use_weights(self, gathered: Future[list[Weights | None]]) -> None:
-        every = gathered.result()
-        stages = [weights for weights in every if weights is not None]
-        if len(stages) < len(every):
-            raise RuntimeError("hcache: the weights could not be read")
-        with self._lock:
-            self.weights = Weights(
-                of_all_stages([stage.fingerprint for stage in stages]),
-                self.weights.suspended if self.weights else None,
-                of_all_stages([stage.whole for stage in stages]),
-            )
-
-    def _weights_gathered(self, gathered: Future[list[Weights | None]]) -> None:
-        with self._lock:
-            self._updates_pending -= 1
-            if self._updates_pending or self._update_is_open:
-                return  # the weights have changed again
-            try:
-                self._use_weights(gathered)
-            except Exception as error:  # under the old fingerprint L3 must not serve again
-                self.begin_quarantine(str(error))
-            self._suspend(stages=None)
 
 
 _runtime: Runtime | None = None
 
 
-def remember(runner: Any) -> Runtime:
+def remember(runner: Any, config: HCacheConfig | None) -> Runtime:
     """Make the runtime of this process; called once, when its model has been loaded."""
     global _runtime  # noqa: PLW0603  one scheduler process has one model
-    _runtime = Runtime(runner)
+    _runtime = Runtime(runner, StartOptions(config), LoadedWeights(runner))
     return _runtime
 
 
@@ -332,37 +152,3 @@ def current() -> Runtime:
             "SGLang runs, and does SGLANG_PLUGINS (if set) name 'hcache'?"
         )
     return _runtime
-
-
-def _stage_weights(model: Any) -> Weights | None:
-    """The weights of this pipeline stage, or None if one of its ranks could not read its own."""
-    from sglang.srt.distributed import get_tp_group
-
-    own: list[TensorDigest] | None = None
-    try:
-        own = _digest_model(model)
-    except Exception:
-        logger.exception("hcache: the weights could not be read")
-    ranks = get_tp_group().all_gather_object(own)
-    return None if None in ranks else Weights(fingerprint(ranks), whole=whole_fingerprint(ranks))
-
-
-def _digest_model(model: Any) -> list[TensorDigest]:
-    from sglang.srt.layers.linear import RowParallelLinear
-
-    def named(name: str) -> str:
-        """LoRA wraps layers when it is set up, which must not make other weights of them."""
-        return name.replace(".base_layer.", ".")
-
-    modules, parameters = model.named_modules(), model.named_parameters()
-    rows = (f"{name}.weight" for name, of in modules if isinstance(of, RowParallelLinear))
-    # The same of all experts of a layer in one tensor.
-    experts = (name for name, _ in parameters if name.endswith("w2_weight"))
-    tensors = ((named(name), tensor) for name, tensor in model_tensors(model))
-    return digest_tensors(tensors, set(map(named, (*rows, *experts))))
-
-
-def _settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """The model's settings without names: the same weights under another name share pages."""
-    ignored = {"_name_or_path", "transformers_version", "id2label", "label2id"}
-    return {key: value for key, value in settings.items() if key not in ignored}

@@ -29,8 +29,9 @@ def around_received(original: Original, scheduler: Any, req: Any, *a: Any, **kw:
     and the gate is given the request. Last, L3 is given a node that is not backed up, behind which
     SGLang does not prefetch. A prefix that SGLang cannot look up, such as that of a streaming
     session, would end the scheduler: its request goes on without L3."""
+    prefetches = current().prefetches
     with catching():
-        prefetches, gate = current().prefetches, gate_of(scheduler.tree_cache)
+        gate = gate_of(scheduler.tree_cache)
         prefetches.scheduler = scheduler
         prefetches.plain = is_plain(req)
         if gate is not None and not req.storage_prefetch_retry_attempts:
@@ -47,7 +48,7 @@ def around_received(original: Original, scheduler: Any, req: Any, *a: Any, **kw:
             logger.warning(text, req.rid, error)
         return None
     with catching():
-        waiting.came(scheduler, req)
+        waiting.came(scheduler, prefetches, req)
     cache, node = scheduler.tree_cache, req.last_host_node
     l3 = our_l3(cache)
     if l3 is not None and node is not None and not cache.is_backuped(node):
@@ -60,7 +61,7 @@ def around_batch(original: Original, scheduler: Any, batch: Any, *a: Any, **kw: 
     _note_waiting(scheduler)
     if batch.forward_mode.is_extend():
         with catching():
-            waiting.count_used(batch.reqs)
+            waiting.count_used(batch.reqs, current().prefetches)
     gate, prefill = gate_of(scheduler.tree_cache), None
     if gate is not None and (work := _prefill_work(batch)) is not None:
         prefill = time.monotonic(), gate.launched(*work), work

@@ -15,9 +15,8 @@ from operator import is_not
 from typing import Any
 
 from hcache_backend import metrics
-from hcache_backend.prefetch.prefetches import Held
+from hcache_backend.prefetch.prefetches import Held, Prefetches
 from hcache_backend.sglang.compat import set_timeout
-from hcache_backend.sglang.runtime import current
 
 _JUDGED = 16  # answers that a turn looks at again while they wait for room
 _SHARE = 2  # at most half of host memory is held or being read: backups need the other half
@@ -28,10 +27,10 @@ def follows(cache: Any) -> bool:
     return getattr(cache, "buffer_pipeline", None) is None
 
 
-def with_room(cache: Any, answered: int | None) -> int | None:
+def with_room(cache: Any, prefetches: Prefetches, answered: int | None) -> int | None:
     """Number of answers that HiCache may take now, of the ``answered`` first ones in its queue,
     which are brought to the front. HiCache reads L3 for each that it takes."""
-    controller, prefetches = cache.cache_controller, current().prefetches
+    controller = cache.cache_controller
     if answered is None or not follows(cache):
         return answered
     controller.prefetch_capacity_limit = sys.maxsize  # room is judged here, by what L3 has
@@ -49,11 +48,11 @@ def with_room(cache: Any, answered: int | None) -> int | None:
     short, allotted, timed = False, 0, cache.prefetch_stop_policy == "timeout"
     for place, operation in enumerate([*looked, *queued[known:]]):
         short |= place == len(looked) < known
-        needed = _tokens_to_read(cache, operation, coming)
+        needed = _tokens_to_read(cache, prefetches, operation, coming)
         if needed and not short:
             short = bool(filled) and filled + needed > _room(cache)
             if not short and not _make_room(cache, allotted + needed):
-                short = bool(filled) or (needed <= _room(cache) and not _is_idle())
+                short = bool(filled) or (needed <= _room(cache) and not _is_idle(prefetches))
                 if not short and operation.pool_transfers:
                     # HiCache would read a part, at the end of which other pools have nothing.
                     cache.revoke_pending_prefetch(operation.handle)
@@ -98,22 +97,24 @@ def _make_room(cache: Any, tokens: int) -> bool:
     return bool(host.available_size() >= tokens)
 
 
-def _is_idle() -> bool:
+def _is_idle(prefetches: Prefetches) -> bool:
     """True if no batch will give room: then HiCache reads as many tokens as there is room for."""
-    scheduler = current().prefetches.scheduler
+    scheduler = prefetches.scheduler
     others = getattr(scheduler, "running_mbs", ()), getattr(scheduler, "mbs", ())  # of stages
     batches = scheduler.running_batch, scheduler.last_batch, *chain(*others)
     return all(batch is None or batch.is_empty() for batch in batches)
 
 
-def _tokens_to_read(cache: Any, operation: Any, coming: Container[str]) -> int | None:
+def _tokens_to_read(
+    cache: Any, prefetches: Prefetches, operation: Any, coming: Container[str]
+) -> int | None:
     """Tokens that HiCache would read for an answer. None: another prefetch reads the first page,
     now or from this turn on, as those do whose keys are ``coming``."""
     info, tokens = cache.ongoing_prefetch.get(operation.handle), int(operation.storage_hit_count)
     wanted = info is not None and info.operation is operation and not operation.is_terminated()
     if not wanted or tokens < cache.prefetch_threshold:
         return 0
-    first, prefetches = operation.hash_value[0], current().prefetches
+    first = operation.hash_value[0]
     other = prefetches.brought.get(first)
     if first in coming or (other is not None and other.info is not None):
         return None
@@ -124,12 +125,12 @@ def _tokens_to_read(cache: Any, operation: Any, coming: Container[str]) -> int |
     return tokens
 
 
-def came(scheduler: Any, request: Any) -> None:
+def came(scheduler: Any, prefetches: Prefetches, request: Any) -> None:
     """SGLang has looked a new request up, or a waiting one again: hold its prompt."""
-    cache, prefetches, rid = scheduler.tree_cache, current().prefetches, request.rid
+    cache, rid = scheduler.tree_cache, request.rid
     known = rid in prefetches.held
     early = rid in prefetches.early if known else _bootstrapping(scheduler) is not None
-    _gone(rid)
+    _gone(prefetches, rid)
     if not getattr(cache, "enable_storage", False):
         return
     info = cache.ongoing_prefetch.get(request.cache_request_handle)
@@ -142,7 +143,7 @@ def came(scheduler: Any, request: Any) -> None:
         prefetches.fetching[rid] = held
     there, short = request.host_hit_length, prefetches.short_of_room
     if there and not short and prefetches.held_tokens + there <= _room(cache):
-        _hold(cache, held)
+        _hold(cache, prefetches, held)
 
 
 def _bootstrapping(scheduler: Any) -> Any:
@@ -150,22 +151,22 @@ def _bootstrapping(scheduler: Any) -> Any:
     return getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
 
 
-def _hold(cache: Any, held: Held) -> None:
+def _hold(cache: Any, prefetches: Prefetches, held: Held) -> None:
     """Keep what host memory has of a prompt, by its last look-up."""
     node, tokens = held.request.last_host_node, held.request.host_hit_length
-    _let_go(held)
+    _let_go(prefetches, held)
     if tokens and follows(cache) and cache.is_backuped(node):
         receipt = cache.inc_host_lock_ref(node).to_dec_params()
         held.let_go = partial(_unlock, cache, cache.storage_prefetch_retries, node, receipt)
         held.node, held.tokens = node, tokens
-        current().prefetches.weigh(held)
+        prefetches.weigh(held)
 
 
-def _let_go(held: Held) -> None:
+def _let_go(prefetches: Prefetches, held: Held) -> None:
     if held.let_go is not None:
         held.let_go()
         held.tokens, held.let_go = 0, None
-        current().prefetches.weigh(held)
+        prefetches.weigh(held)
 
 
 def _unlock(cache: Any, retries: Any, node: Any, receipt: Any) -> None:
@@ -173,9 +174,8 @@ def _unlock(cache: Any, retries: Any, node: Any, receipt: Any) -> None:
         cache.dec_host_lock_ref(node, receipt)
 
 
-def left() -> None:
+def left(prefetches: Prefetches) -> None:
     """Before HiCache's part of a turn: what does not wait any more lets go of its prompt."""
-    prefetches = current().prefetches
     if not prefetches.held:
         return
     waiting, early = prefetches.scheduler.waiting_queue, _bootstrapping(prefetches.scheduler)
@@ -193,39 +193,38 @@ def left() -> None:
                 prefetches.queued(rid)
         for one in went:
             if one is not None and one.rid not in there:
-                _gone(one.rid)
+                _gone(prefetches, one.rid)
 
 
-def fetched(cache: Any) -> None:
+def fetched(cache: Any, prefetches: Prefetches) -> None:
     """Called in every turn, behind HiCache's part: hold what prefetches have brought."""
-    for operation, prefetch in current().prefetches.changed.items():
-        held, meeting = current().prefetches.held.get(prefetch.request_id), prefetch.meeting
+    for operation, prefetch in prefetches.changed.items():
+        held, meeting = prefetches.held.get(prefetch.request_id), prefetch.meeting
         if prefetch.info is not None or held is None or held.operation is not operation:
             continue
         held.operation = None
-        current().prefetches.weigh(held)
+        prefetches.weigh(held)
         held.computed = 0 if meeting is None else meeting.front * cache.page_size
         held.read += max(0, operation.completed_tokens - held.computed)
         if operation.completed_tokens:
             held.request.init_next_round_input(cache, cow_mamba=False)  # SGLang's look-up
-            _hold(cache, held)
+            _hold(cache, prefetches, held)
 
 
-def count_used(requests: Sequence[Any]) -> None:
+def count_used(requests: Sequence[Any], prefetches: Prefetches) -> None:
     """A prefill of these requests is about to run: count what it uses of L3."""
     for request in requests:
-        held = current().prefetches.held.get(request.rid)
+        held = prefetches.held.get(request.rid)
         if held is not None and held.read:
             hit = min(held.read, max(0, request.cached_tokens_storage - held.computed))
             metrics.L3_TOKENS.add(hit=hit, unused=held.read - hit)
             held.read = 0
 
 
-def _gone(rid: str) -> None:
-    prefetches = current().prefetches
+def _gone(prefetches: Prefetches, rid: str) -> None:
     held = prefetches.held.pop(rid, None)
     prefetches.fetching.pop(rid, None)
     prefetches.early.pop(rid, None)
     if held is not None:
         metrics.L3_TOKENS.add(unused=held.read)
-        _let_go(held)
+        _let_go(prefetches, held)

@@ -43,23 +43,14 @@ STARTED_WITHOUT_US = "the server was started without HCACHE_ENABLE=1"
 def bootstrap(runner: Any) -> None:
     """Set a process up that has loaded its model: options, store, weights and hooks; the last step
     registers :class:`.OwnPagesStrategy`. A wrong configuration stops the server."""
-    runtime = remember(runner)
     args = resolved(runner.server_args)
-    extra = _our_extra_config(args)
-    if extra is None and not os.environ.get(options.ENABLE_VARIABLE):
-        if os.environ.get(options.CONFIG_VARIABLE):
-            logger.warning("hcache: HCACHE_CONFIG is ignored; set HCACHE_ENABLE=1, too")
+    config, our_l3 = _asked(args)
+    runtime = remember(runner, config)
+    if config is None:
         return
-    if not or_stop(options.is_enabled) and extra is None:
-        return
-    config = or_stop(lambda: options.start_config(extra))
-    if not (args.enable_hierarchical_cache or args.disaggregation_decode_enable_offload_kvcache):
-        logger.warning("hcache: configured, but inactive: add --enable-hierarchical-cache")
-        return
-    runtime.config = config
     or_stop(lambda: _check_groups(runner, args, config))
-    warn_of_single_tokens(runtime)
-    if extra is not None:
+    warn_of_single_tokens(page_size(runner.server_args))
+    if our_l3:
         or_stop(lambda: check_arguments(args))
         runtime.store = or_stop(lambda: open_store(config, runtime.writer))
     elif config.shared is not None and (other := args.hicache_storage_backend) is not None:
@@ -69,7 +60,7 @@ def bootstrap(runner: Any) -> None:
     if not args.enable_hierarchical_cache:
         own = "decode offload makes a host pool and a controller of its own"
         untold = "does not tell where in its sequence a page is"
-        runtime.use_plain_pages(f"{own}, and {untold}; it only writes L3", expected=True)
+        runtime.pages.use_plain_pages(f"{own}, and {untold}; it only writes L3", expected=True)
         return
     hooks.notice_uses()
     _wait_for_loads(runtime)
@@ -83,7 +74,7 @@ def bootstrap(runner: Any) -> None:
 
         from hcache_backend.start.build import GRAPH_HOOKS, OwnPagesStrategy
     except ImportError as error:
-        runtime.use_plain_pages(plain or f"this SGLang lacks a seam: {error}")
+        runtime.pages.use_plain_pages(plain or f"this SGLang lacks a seam: {error}")
         return
     plain = plain or hooks.install(hooks.OWN_PAGES)
     no_hidden = "option 'mode' is 'kv'" if config.mode == "kv" else None
@@ -96,6 +87,21 @@ def bootstrap(runner: Any) -> None:
     register_stack_strategy(OwnPagesStrategy(runtime, plain, no_hidden))  # before SGLang's own
 
 
+def _asked(args: Any) -> tuple[HCacheConfig | None, bool]:
+    """The options of a server that is started for us, otherwise None; whether its L3 is ours."""
+    extra = storage_extra_config(args) if args.hicache_storage_backend == "dynamic" else {}
+    our_l3 = options.OUR_BACKEND.items() <= extra.items()
+    if not our_l3 and not os.environ.get(options.ENABLE_VARIABLE):
+        if os.environ.get(options.CONFIG_VARIABLE):
+            logger.warning("hcache: HCACHE_CONFIG is ignored; set HCACHE_ENABLE=1, too")
+    elif or_stop(options.is_enabled) or our_l3:
+        config = or_stop(lambda: options.start_config(extra if our_l3 else None))
+        if args.enable_hierarchical_cache or args.disaggregation_decode_enable_offload_kvcache:
+            return config, our_l3
+        logger.warning("hcache: configured, but inactive: add --enable-hierarchical-cache")
+    return None, our_l3
+
+
 def _watch_weights(runtime: Runtime) -> str | None:
     """Fingerprint the weights, and notice what changes K and V: L3 is off if that cannot be
     noticed. Returns the reason why updates of weights cannot, or None."""
@@ -103,7 +109,7 @@ def _watch_weights(runtime: Runtime) -> str | None:
     late = getattr(runtime.runner, "startup_weight_load", None) is not None
     unseen = hooks.install(hooks.LATE_WEIGHTS) if late else None
     if not late or unseen is not None:
-        runtime.read_weights()
+        runtime.weights.read_model()
     doubts = {"--startup-weight-load-mode overlap": unseen}
     doubts["weight updates would go unnoticed"] = unnoticed = hooks.install(hooks.WEIGHTS)
     if serves_adapters(resolved(runtime.runner.server_args)):
@@ -112,7 +118,7 @@ def _watch_weights(runtime: Runtime) -> str | None:
         doubts["K and V of other weights would go unnoticed"] = hooks.install(hooks.DECODE_SERVER)
     for doubt, missing in doubts.items():
         if missing is not None:
-            runtime.begin_quarantine(f"{doubt}: {missing}")
+            runtime.weights.begin_quarantine(f"{doubt}: {missing}")
     return unnoticed
 
 
@@ -135,16 +141,8 @@ def _missing_seams(config: HCacheConfig) -> str | None:
 
 def note_draft(runner: Any) -> None:
     """Called when a process has loaded a draft model, after its target model."""
-    if current().config is not None:
-        current().read_draft(runner)
-
-
-def _our_extra_config(args: Any) -> Mapping[str, Any] | None:
-    """The extra config of a server that is started with our L3, otherwise None."""
-    if args.hicache_storage_backend != "dynamic":
-        return None
-    extra = storage_extra_config(args)
-    return extra if options.OUR_BACKEND.items() <= extra.items() else None
+    if current().options.config is not None:
+        current().weights.read_draft(runner)
 
 
 def _check_groups(runner: Any, args: Any, config: HCacheConfig) -> None:
@@ -189,8 +187,8 @@ def join(
             error = caught
         _agree(storage_config, joined, error)
         assert joined is not None
-        if joined.runtime.config is None:
-            joined.runtime.use_plain_pages(STARTED_WITHOUT_US, expected=True)
+        if joined.runtime.options.config is None:
+            joined.runtime.pages.use_plain_pages(STARTED_WITHOUT_US, expected=True)
         judge_hits(joined.runtime, joined.config)
         opened.pop_all()
     return joined
@@ -200,17 +198,17 @@ def leave_report(joined: Joined[Any], storage_config: HiCacheStorageConfig) -> N
     """Write the server's report and its decisions to the store folders; raises OSError."""
     if storage_config.tp_rank != 0:
         return
-    runtime, folders = joined.runtime, joined.config.dirs
-    if runtime.kept_partition is not None:  # each stage has its own
-        save_record(folders[0], *runtime.kept_partition)
+    runtime, folders, started = joined.runtime, joined.config.dirs, joined.runtime.options
+    if started.kept_partition is not None:  # each stage has its own
+        save_record(folders[0], *started.kept_partition)
     if storage_config.pp_rank == 0:
         shared = joined.config.shared
         backend = {"shared": shared.backend} if shared is not None else None
         report = runtime.report().model_copy(update=backend)
         for folder in folders:
             write_report(folder, report)
-        if runtime.kept_profile is not None:  # for the next start
-            name, profile = runtime.kept_profile
+        if started.kept_profile is not None:  # for the next start
+            name, profile = started.kept_profile
             if profile.l3 is not None and not (folders[0] / name).exists():
                 profile.save(folders[0] / name)
 
@@ -244,9 +242,9 @@ def check_arguments(args: Any) -> None:
         )
 
 
-def warn_of_single_tokens(runtime: Runtime) -> None:
-    """Warn if ``--page-size`` was forgotten."""
-    if page_size(runtime.runner.server_args) == 1:
+def warn_of_single_tokens(tokens: int) -> None:
+    """Warn if ``--page-size`` was forgotten: a page has as many ``tokens``."""
+    if tokens == 1:
         logger.warning(
             "hcache: the page size is 1: every token becomes a file, and pages of hidden states "
             "are larger than they need be; start the server with --page-size 64"
@@ -270,7 +268,7 @@ def _join_here(
     """``opened`` closes what this rank has opened."""
     runtime = current()
     fields = kv_fields(runtime.runner)
-    config, store = runtime.config, runtime.store
+    config, store = runtime.options.config, runtime.store
     runtime.store = None
     if config is None or store is None:  # not at start-up
         config = _attach_config(runtime, storage_config.extra_config or {})
@@ -287,26 +285,27 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
     options.check_extra_config(extra)
     check_arguments(resolved(runtime.runner.server_args))
     asked_for = extra.get("hcache")
-    inherited = runtime.config.model_dump(exclude_unset=True) if runtime.config else None
+    given, pages = runtime.options.config, runtime.pages
+    inherited = given.model_dump(exclude_unset=True) if given is not None else None
     config = options.parse_config(asked_for, "hcache", inherited)
-    started = runtime.config or HCacheConfig(dirs=config.dirs)
-    in_mode = f"runs in {runtime.mode} mode"
-    if runtime.pages != "hidden":
-        in_mode += f" ({runtime.reason or STARTED_WITHOUT_US})"
+    started = given or HCacheConfig(dirs=config.dirs)
+    in_mode = f"runs in {pages.mode} mode"
+    if pages.kind != "hidden":
+        in_mode += f" ({pages.reason or STARTED_WITHOUT_US})"
     for name in sorted(options.FIXED_AT_START.intersection(asked_for or ())):
         asked, has = getattr(config, name), getattr(started, name)
-        state = in_mode if runtime.config is None else f"was started with {has!r}"
+        state = in_mode if given is None else f"was started with {has!r}"
         if name == "mode":  # the server's may differ from its option
-            alike = asked in ("auto", runtime.pages or "plain")
-            has, state = asked if alike else runtime.mode, in_mode
+            alike = asked in ("auto", pages.kind or "plain")
+            has, state = asked if alike else pages.mode, in_mode
         if name == "codec" and has == "auto" and asked != "auto":  # the codec that this server uses
-            has = runtime.codec or "none"
+            has = pages.codec or "none"
         if asked != has:
             wrong = f"hcache: option {name!r} is {asked!r} but this server {state}"
             raise ConfigError(f"{wrong}; it can only change at a restart")
-    if runtime.config is None:
+    if given is None:
         _check_late_start(runtime)
-        warn_of_single_tokens(runtime)
+        warn_of_single_tokens(page_size(runtime.runner.server_args))
     return config
 
 
@@ -314,7 +313,7 @@ def _check_late_start(runtime: Runtime) -> None:
     """Raise ConfigError if pages of a server started without us would mix with others."""
     args = resolved(runtime.runner.server_args)
     flag = None
-    if runtime.weights is None and attention_groups(args) > 1:
+    if runtime.weights.present is None and attention_groups(args) > 1:
         flag = "--attn-dp-size"  # a data-parallel group attaches alone, without its weights
     elif serves_adapters(args):
         flag = "--enable-lora"  # pages in L1 and L2 have keys that other requests may have, too
@@ -330,7 +329,7 @@ def _wait_for_loads(runtime: Runtime) -> None:
     """Let full prefill graphs wait for the K and V that they read; otherwise L3 is off."""
     whole = runtime.runner.device != "cpu" and records_whole_prefills()
     if whole and (missing := hooks.install(hooks.WHOLE_GRAPHS)) is not None:
-        runtime.cannot_restore(f"full prefill graphs do not wait for loads: {missing}")
+        runtime.weights.cannot_restore(f"full prefill graphs do not wait for loads: {missing}")
 
 
 def _agree(
@@ -343,7 +342,7 @@ def _agree(
     problem, known = None, isinstance(error, ConfigError)
     if error is not None:
         problem = str(error) if known else f"hcache: {type(error).__name__}: {error}"
-    knows_weights = joined is not None and joined.runtime.weights is not None
+    knows_weights = joined is not None and joined.runtime.weights.present is not None
     gathered = from_all_ranks((rank, problem, knows_weights))
     if problem is not None:
         raise ConfigError(problem) from (None if known else error)
@@ -351,7 +350,8 @@ def _agree(
         if its_problem is not None:
             raise ConfigError(f"{its_problem} (on {other})")
     if not all(knows for _, _, knows in gathered):
+        assert joined is not None
         try:
-            current().read_weights()
+            joined.runtime.weights.read_model()
         except RuntimeError as failed:
             raise ConfigError(str(failed)) from failed

@@ -35,6 +35,7 @@ from hcache_backend.checks.probe import (
 )
 from hcache_backend.checks.round_trip import CaptureCheck, check_copies, check_lossy, whole_pages
 from hcache_backend.checks.service import KVChecks, ServiceChecks
+from hcache_backend.config import HCacheConfig
 from hcache_backend.format.units import WHOLE, Shard
 from hcache_backend.host.layout import Layout
 from hcache_backend.host.loads import LoadQueue
@@ -65,6 +66,7 @@ from hcache_backend.sglang.hook_registry import Hook, install
 from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool
 from hcache_backend.sglang.passes import make_recomputer, run_again
 from hcache_backend.sglang.runtime import Forwards, Runtime, current
+from hcache_backend.sglang.weights import LoadedWeights
 from hcache_backend.start import page_plan
 from hcache_backend.start.capabilities import (
     EAGER,
@@ -115,7 +117,7 @@ class OwnPagesStrategy(StackStrategy):
         try:
             start.step(refuse, OWN_PAGES, start.server, self._plain)
             plan = start.plan(self._no_hidden)
-            with build_stack(self._runtime, params, plan, start.projector):
+            with build_stack(self._runtime, start.server, params, plan, start.projector):
                 stack = build()
             tell(self._runtime)
             return stack
@@ -126,7 +128,7 @@ class OwnPagesStrategy(StackStrategy):
 
     def _keep_plain(self, reason: str, *, expected: bool) -> None:
         capture_nothing(self._runtime)
-        self._runtime.use_plain_pages(reason, expected=expected)
+        self._runtime.pages.use_plain_pages(reason, expected=expected)
         count(self._runtime)
 
 
@@ -137,11 +139,11 @@ class Start:
     smallest_page = 4  # of K and V, in headers
 
     def __init__(self, runtime: Runtime, kvcache: Any, params: Any) -> None:
-        assert runtime.config is not None
-        self._runtime, self._config, self._runner = runtime, runtime.config, runtime.runner
+        assert runtime.options.config is not None
+        self._runtime, self._config, self._runner = runtime, runtime.options.config, runtime.runner
         self._kvcache, self._params = full_attention(kvcache), params
         self._host_share = share_of_size(kvcache, params)
-        self.server = Server(runtime, self._kvcache)
+        self.server = Server(runtime.runner, self._config, self._kvcache)
         self.projector = Projector(PagedPool(self._kvcache), self._kvcache.layer_num)
 
     def step(self, work: Callable[_P, _Result], *args: _P.args, **kw: _P.kwargs) -> _Result:
@@ -161,7 +163,7 @@ class Start:
             plan = self._kv_plan()
         [host_pages] = smallest(self._params.pp_cache_group, plan.host.host)
         plan = replace(plan, host=plan.host._replace(host=host_pages))
-        use_own_pages(self._runtime, self._kvcache, plan, reason)
+        use_own_pages(self._runtime, self._config, plan, reason)
         if reason is not None:
             plan = replace(plan, recomputer=self._page_recomputer(plan.layout))
         return plan
@@ -176,7 +178,7 @@ class Start:
         probe = self._observe()
         step(probe.refuse_dependence, [f"{layer.name}." for layer in probe.layers])
         step(probe.compare, projector)
-        codec = step(page_plan.choose_codec, ranks, runtime, probe, projector)
+        codec = step(page_plan.choose_codec, ranks, self._config, probe, projector)
         exchange = step(page_plan.make_exchange, "hidden states", probe.hidden, kvcache.page_size)
         recomputer = None
         if methods.recomputable:
@@ -186,13 +188,15 @@ class Start:
         shard, of_kv = _shard(exchange), "none"
         groups = self._head_groups(methods, shard)
         if methods.layers("kv"):
-            of_kv = step(page_plan.kv_codec, runtime, kvcache, shard, groups, stages)
+            of_kv = step(page_plan.kv_codec, self.server, shard, groups, stages)
         plain = KVSegments(kvcache, methods.layers("kv"), kvcache.page_size, shard, groups)
         kv = KVSegments(kvcache, plain.layers, kvcache.page_size, shard, groups, of_kv)
         layout = Layout(kvcache, methods, shard, kv, exchange, codec, probe.layers)
         layout = self._proven(layout, replace(layout, kv=plain), lambda: probe.slots)
         host = step(find_room, layout)
-        specs = LayerSpecs(runtime, probe, projector, ranks)
+        limit = int(self._runner.model_config.context_len)
+        specs = LayerSpecs(runtime.weights, probe, projector, ranks, limit)
+        runtime.pages.projection = specs.projection
         step(specs.find)
         specs.measure()
         step(specs.check_writing)
@@ -233,7 +237,7 @@ class Start:
 
     def _kv_plan(self) -> PagePlan:
         """Pages of K and V of all layers; raises Refused on every rank."""
-        runtime, kvcache, ranks = self._runtime, self._kvcache, attention_ranks()
+        kvcache, ranks = self._kvcache, attention_ranks()
         chunk = min(CHUNK_TOKENS, int(kvcache.size))
         everything = Partition(0, 0, int(kvcache.layer_num))
         methods = Restore(None, None, everything, ranks.world_size, chunk, recomputable=0)
@@ -242,7 +246,7 @@ class Start:
             exchange = self._latent_exchange(ranks.world_size)
             own = _shard(exchange)
         groups = self._head_groups(methods, own)
-        codec = self.step(page_plan.kv_codec, runtime, kvcache, own, groups, self._params.pp_size)
+        codec = self.step(page_plan.kv_codec, self.server, own, groups, self._params.pp_size)
         plugin = page_plan.page_plugin(self._config) if codec != "none" else None
         layers, size, drafts = methods.layers("kv"), kvcache.page_size, packed_drafts(self._runner)
         kv = partial(KVSegments, kvcache, layers, size, own, groups, drafts=drafts)
@@ -351,10 +355,10 @@ class Start:
 
     def _page_recomputer(self, layout: Layout) -> Recomputer | None:
         """Runs the model for the first pages of a hit while the others are read from L3. None: all
-        pages are read, and the runtime has the reason."""
-        runtime, known = self._runtime, None
-        runtime.recomputation = None
-        runtime.unused.pop(RECOMPUTATION, None)
+        pages are read, and ``unused`` has the reason."""
+        unused, known = self._runtime.options.unused, None
+        self._runtime.pages.recomputation = None
+        unused.pop(RECOMPUTATION, None)
         if layout.kv.by_header:
             known = f"codec {layout.kv.codec!r} divides each page itself"
         elif refusal(EAGER, replace(self.server, exchanges=layout.exchange is not None)):
@@ -363,13 +367,13 @@ class Start:
             self.step(refuse, RECOMPUTATION, self.server, known)
             probe = self._observe()
         except Refused as refused:
-            runtime.unused[RECOMPUTATION] = str(refused)
+            unused[RECOMPUTATION] = str(refused)
             return None
         return self.step(self._find_recomputer, probe, layout.methods, whole=True)
 
     def _find_recomputer(self, probe: Probe, methods: Restore, *, whole: bool) -> Recomputer | None:
         """The recomputer of layers, the same on every tensor-parallel rank; None if there is none.
-        All ranks call it; K and V of the probe must still be in the pool. The runtime gets the
+        All ranks call it; K and V of the probe must still be in the pool. The report gets the
         exactness, or the reason for None. ``whole``: only all layers are of use."""
         runtime, runner, kvcache = self._runtime, self._runner, self._kvcache
         group, layers = attention_ranks().cpu_group, int(kvcache.layer_num)
@@ -399,7 +403,7 @@ class Start:
                 elsewhere = "a layer of another tensor-parallel rank is not exact"
                 raise Refused(found.problem or elsewhere)
         except Refused as refused:
-            runtime.unused[RECOMPUTATION] = str(refused)
+            runtime.options.unused[RECOMPUTATION] = str(refused)
             return None
         reason = found.problem or "other tensor-parallel ranks"
         first = "" if all_exact else f"the first {recomputer.layers} layers only ({reason}); "
@@ -407,8 +411,8 @@ class Start:
             first = f"by attention backend {substitute!r}; " + first
             why = f"{self.server.attention!r} waits for the GPU before every prefill"
             logger.info(f"hcache: attention backend {substitute!r} recomputes, because {why}")
-        runtime.recomputation = first + found.exactness
-        logger.debug("hcache: exactness: recomputed layers: %s", runtime.recomputation)
+        runtime.pages.recomputation = first + found.exactness
+        logger.debug("hcache: exactness: recomputed layers: %s", runtime.pages.recomputation)
         return recomputer
 
     def _choose_methods(self) -> Restore:
@@ -431,23 +435,21 @@ def _shard(exchange: Exchange | None) -> Shard:
 
 
 def build_stack(
-    runtime: Runtime, params: Any, plan: PagePlan, projector: Projector
+    runtime: Runtime, server: Server, params: Any, plan: PagePlan, projector: Projector
 ) -> AbstractContextManager[None]:
     """Within the block SGLang's strategy builds HiCache's components around our host pool and our
     controller, as the plan says."""
-    layout, kvcache, config = plan.layout, plan.layout.kvcache, runtime.config
+    layout, kvcache, config = plan.layout, plan.layout.kvcache, server.config
     ranks, whole = attention_ranks(), params.token_to_kv_pool_allocator
     allocator = getattr(whole, "full_attn_allocator", whole)  # without that of windows
     hidden = plan if isinstance(plan, HiddenPlan) else None
-    assert config is not None
-    pool, order = _host_pool(runtime, params, plan), None
+    pool, order = _host_pool(runtime.weights, params, plan), None
     if ranks.world_size > 1 and (hidden is not None or layout.exchange is not None):
         order = runtime.forwards.order = CollectiveOrder(kvcache.device)
-    reason = refusal(EAGER, Server(runtime, kvcache, allocator, exchanges=order is not None))
+    reason = refusal(EAGER, replace(server, allocator=allocator, exchanges=order is not None))
     if reason is not None:
-        runtime.unused[EAGER] = reason
-    runtime.eager = reason is None
-    capture = None if hidden is None else _start_capture(runtime, pool, hidden)
+        runtime.options.unused[EAGER] = reason
+    capture = None if hidden is None else _start_capture(runtime.weights, pool, hidden)
     pipeline, estimates = plan.pipeline(pool.kv_buffer, projector, order), runtime.l3.estimates
     loads = LoadQueue(
         pool.arena,
@@ -456,7 +458,7 @@ def build_stack(
         plan.recomputer,
         kvcache.device,
         estimates.slowdown,
-        runtime.cannot_restore,
+        runtime.weights.cannot_restore,
         estimates.measured_restore,
     )
     write_back = get_memory().hicache_write_policy == "write_back"
@@ -466,17 +468,17 @@ def build_stack(
     layouts = eager = None
     if plan.plugin is not None:
         layouts = plan.plugin.backups(layout.page, params.tp_cache_group, ranks.world_size)
-    if hidden is not None or runtime.eager:  # the model's hooks see what is allocated
-        free_pages = ReservablePages(allocator, hidden.hooks if hidden else None)
-        if runtime.eager:
-            eager = _eager_loads(runtime, free_pages, pool, pipeline, loads, hidden, capture)
-    kv_checks, checks = _service_checks(runtime, pool, plan, projector, order)
+    if hidden is not None or reason is None:  # the model's hooks see what is allocated
+        free = ReservablePages(allocator, hidden.hooks if hidden else None)
+        if reason is None:
+            eager = _eager_loads(runtime, config, free, pool, pipeline, loads, hidden, capture)
+    kv_checks, checks = _service_checks(runtime.weights, config, pool, plan, projector, order)
     stack = Stack(
         runtime=runtime,
         pool=pool,
         loads=loads,
         eager=eager,
-        stages=StagePages(runtime, pool.arena, plan.host.host, new_stage_group),
+        stages=StagePages(runtime.weights, pool.arena, plan.host.host, new_stage_group),
         kv_checks=kv_checks,
         judge=partial(judge_hits, runtime, config),
         capture=capture,
@@ -488,6 +490,7 @@ def build_stack(
 
 def _eager_loads(
     runtime: Runtime,
+    config: HCacheConfig,
     free_pages: ReservablePages,
     pool: OwnPagesPool,
     pipeline: RestorePipeline,
@@ -496,8 +499,7 @@ def _eager_loads(
     capture: StagedCapture | None,
 ) -> EagerLoads:
     """Restores of pages that arrive, and recomputation of others, while L3 is read."""
-    methods, config, new_rows = loads.methods, runtime.config, None
-    assert config is not None
+    methods, new_rows = loads.methods, None
     if hidden is not None and capture is not None:
         new_rows = partial(RecomputedRows, capture, hidden.staging, hidden.hooks)
     budget = SliceBudget(
@@ -509,30 +511,31 @@ def _eager_loads(
     most = max(1, int(pool.device_pool.size // pool.page_size * _RESERVED))
     l3, prefetches = runtime.l3, runtime.prefetches
     eager = EagerLoads(free_pages, pool, pipeline, loads, most, budget, l3, prefetches, new_rows)
-    runtime.on_weights_changed.append(eager.restores.give_all_back)
+    runtime.weights.on_weights_changed.append(eager.restores.give_all_back)
     return eager
 
 
 def _service_checks(
-    runtime: Runtime,
+    weights: LoadedWeights,
+    config: HCacheConfig,
     pool: OwnPagesPool,
     plan: PagePlan,
     projector: Projector,
     order: CollectiveOrder | None,
 ) -> tuple[KVChecks, ServiceChecks | None]:
     """Checks of K and V, and of hidden states, which look at what ``pool`` backs up."""
-    layout, checks = plan.layout, None
-    kv_checks = KVChecks(runtime, pool, layout.kv)
+    layout, codec, every, checks = plan.layout, plan.layout.codec, config.check_every_pages, None
+    kv_checks = KVChecks(weights, pool, every, layout.kv)
     if layout.kv.layers:  # in hidden mode a load may recompute layers whose K and V are stored
-        kv_checks.watch(loads=layout.codec is None)
-    if layout.codec is not None:
+        kv_checks.watch(loads=codec is None)
+    if codec is not None:
         layers, exchange = layout.hidden_layers, layout.exchange
-        checks = ServiceChecks(runtime, pool, layers, layout.codec, projector, exchange, order)
+        checks = ServiceChecks(weights, pool, every, layers, codec, projector, exchange, order)
         checks.watch()
     return kv_checks, checks
 
 
-def _host_pool(runtime: Runtime, params: Any, plan: PagePlan) -> OwnPagesPool:
+def _host_pool(weights: LoadedWeights, params: Any, plan: PagePlan) -> OwnPagesPool:
     layout = plan.layout
     return OwnPagesPool(
         layout.kvcache,
@@ -543,25 +546,27 @@ def _host_pool(runtime: Runtime, params: Any, plan: PagePlan) -> OwnPagesPool:
         kv=layout.kv,
         pin_memory=layout.kvcache.device != "cpu",
         allocator_type=get_allocator_type(),
-        namespace=runtime.page_namespace,
+        namespace=weights.page_namespace,
     )
 
 
-def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | None) -> None:
+def use_own_pages(
+    runtime: Runtime, config: HCacheConfig, plan: PagePlan, reason: str | None
+) -> None:
     """Tell namespace, metrics and log about pages; ``reason``: why no hidden states, or None."""
-    layout = plan.layout
-    runtime.layer_methods = layout.methods
-    codec, dtype = layout.kv.codec, planes_of(kvcache, 0)[0].dtype
+    layout, pages, weights = plan.layout, runtime.pages, runtime.weights
+    pages.layer_methods = layout.methods
+    codec, dtype = layout.kv.codec, planes_of(layout.kvcache, 0)[0].dtype
     if layout.codec is not None:
         codec, dtype = layout.codec.name, layout.codec.dtype
         if layout.kv.layers and layout.kv.codec != codec:
             codec += f", {layout.kv.codec} of K and V"
-    runtime.codec = codec
-    metrics.CODEC.set(page_plan.asked_codec(runtime, dtype), codec)
-    fields = page_plan.namespace_fields(layout, runtime.runner)
+    pages.codec = codec
+    metrics.CODEC.set(page_plan.asked_codec(config, dtype), codec)
+    weights.page_fields = page_plan.namespace_fields(layout, runtime.runner)
     if layout.kv.drafts:
-        fields["draft"] = runtime.draft_digest
-    runtime.use_own_pages(fields, reason)
+        weights.page_fields["draft"] = weights.draft_digest
+    pages.use_own_pages(reason)
     mode = "own pages" if layout.codec is None else "hidden mode"
     logger.info(
         f"hcache: {mode}: {layout.methods.describe()}, {layout.page.page_bytes} bytes per "
@@ -571,11 +576,11 @@ def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | 
     )
 
 
-def _start_capture(runtime: Runtime, pool: OwnPagesPool, plan: HiddenPlan) -> StagedCapture:
+def _start_capture(weights: LoadedWeights, pool: OwnPagesPool, plan: HiddenPlan) -> StagedCapture:
     """Capture hidden states in every forward pass."""
     staging, capture = plan.staging, plan.capture(pool.arena, pool.kv_buffer)
     plan.hooks.use(capture, tokens_only=plan.recomputer is not None)
-    runtime.on_weights_changed.append(capture.ledger.forget)
+    weights.on_weights_changed.append(capture.ledger.forget)
     size = Staging.bytes_for(staging.layers, staging.row_bytes, staging.capacity) / 1e6
     text = "hcache: capture: staging of %d tokens, %.0f MB of device memory"
     logger.debug(text, staging.capacity, size)
@@ -604,12 +609,14 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
     """Make hooks and staging before SGLang records CUDA graphs. Raises only SystemExit."""
     if runner.device == "cpu" or getattr(runner, "is_draft_worker", False) or graphs_are_off():
         return
+    config = runtime.options.config
+    assert config is not None
     try:
         kvcache = full_attention(runner.token_to_kv_pool)
-        server = Server(runtime, kvcache)
+        server = Server(runtime.runner, config, kvcache)
         if refusal(OWN_PAGES, server) or refusal(HIDDEN, server):
             return  # the reason is logged when the host pool is built
-        if runtime.weights is None:  # --startup-weight-load-mode overlap
+        if runtime.weights.present is None:  # --startup-weight-load-mode overlap
             raise Refused(
                 "the weights are loaded after the graphs, and the partition depends on them"
             )

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hcache_backend import metrics
+from hcache_backend.config import HCacheConfig
 from hcache_backend.metrics import logger
 from hcache_backend.projection.exactness import TOLERANCE
 from hcache_backend.projection.paged_pool import full_attention, holds_latents, planes_of
@@ -38,14 +39,15 @@ _WAITING = ("flashinfer", "flashmla", "torch_native", "flex_attention")
 class Server:
     """A server whose capabilities are asked for."""
 
-    runtime: Runtime
+    runner: Any  # SGLang's ModelRunner
+    config: HCacheConfig
     kvcache: Any = None  # SGLang's KV pool, ...
     allocator: Any = None  # ...and the allocator of its pages, if known
     exchanges: bool = False  # restores have collectives between ranks
 
     @property
     def args(self) -> Any:
-        return resolved(self.runtime.runner.server_args)
+        return resolved(self.runner.server_args)
 
     @property
     def other_device(self) -> str | None:
@@ -61,12 +63,12 @@ class Server:
 
     @property
     def hybrid(self) -> bool:
-        whole = getattr(self.runtime.runner, "token_to_kv_pool", None)
+        whole = getattr(self.runner, "token_to_kv_pool", None)
         return full_attention(whole) is not whole
 
     @property
     def attention(self) -> str:
-        return str(self.runtime.runner.attn_backend.prefill_attention_backend_str)
+        return str(self.runner.attn_backend.prefill_attention_backend_str)
 
     @property
     def substitute(self) -> str | None:
@@ -78,11 +80,11 @@ class Server:
     @property
     def waiting(self) -> str | None:
         """The attention backend with which recomputation would wait for the GPU, if it would."""
-        used, windows = self.substitute or self.attention, self.runtime.runner.sliding_window_size
+        used, windows = self.substitute or self.attention, self.runner.sliding_window_size
         return used if used in _WAITING or (used == "triton" and (windows or 0) > 0) else None
 
     def asks(self, option: str, value: object) -> bool:
-        return bool(getattr(self.runtime.config, option) == value)
+        return bool(getattr(self.config, option) == value)
 
 
 class Need(NamedTuple):
@@ -100,7 +102,7 @@ EAGER = "restores while L3 is read"
 # fmt: off
 _DECODES = Need(
     "decode servers, `--enable-pd-role-switch`",
-    lambda s: may_be("decode", s.runtime.runner.server_args),
+    lambda s: may_be("decode", s.runner.server_args),
     "a server that decodes for prefill servers, or may after a role switch, fails a request whose "
     "load is refused")
 _BUFFER_ONLY = Need(
@@ -109,7 +111,7 @@ _BUFFER_ONLY = Need(
     "the node before a prefetch may go while it runs (buffer_only)")
 _PACKED = Need(
     "draft layers that SGLang packs behind the model's (MTP)",
-    lambda s: packed_drafts(s.runtime.runner),
+    lambda s: packed_drafts(s.runner),
     "draft layers behind the model's (MTP) come back as K and V only")
 _HYBRID = Need(
     "sliding windows, recurrent states",
@@ -130,7 +132,7 @@ _MODULES = (  # rules out all that calls or hooks the model's modules
          "LoRA adapters change the projection per request"),
     Need("`--enable-two-batch-overlap`", lambda s: s.args.enable_two_batch_overlap,
          "two-batch overlap runs each layer twice a step"),
-    Need("M-RoPE", lambda s: s.runtime.runner.model_config.model_is_mrope,
+    Need("M-RoPE", lambda s: s.runner.model_config.model_is_mrope,
          "positions of several dimensions (mrope)"),
     Need("on CUDA `--enable-torch-compile`, `tc_piecewise` graphs",
          lambda s: s.on_gpu and _compiled(s.args),
@@ -152,7 +154,7 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
              lambda s: any(
                  (type(pool), pool.page_size, pool.dtype, pool.layer_num)
                  != (type(s.kvcache), s.kvcache.page_size, s.kvcache.dtype, 1)
-                 for pool in packed_drafts(s.runtime.runner)),
+                 for pool in packed_drafts(s.runner)),
              "the KV pool of a draft layer is unlike the model's"),
         Need("context-parallel attention",
              lambda s: max(getattr(s.args, n, 1) for n in ("attn_cp_size", "dcp_size")) > 1,
@@ -194,7 +196,7 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
         Need("`recompute: never`", lambda s: s.asks("recompute", "never"), "option 'recompute'"),
         _HYBRID,
         *_MODULES,
-        Need("multimodal models", lambda s: s.runtime.runner.model_config.is_multimodal,
+        Need("multimodal models", lambda s: s.runner.model_config.is_multimodal,
              "the model's embeddings are not those of token ids alone"),
         Need("on CUDA attention by " + ", ".join(f"`{name}`" for name in _WAITING) + " with fp8 K "
              "and V, or by these or `triton` with sliding windows (`--disable-hybrid-swa-memory`)",
@@ -203,7 +205,7 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
         Need("`--enable-pdmux`", lambda s: s.args.enable_pdmux,
              "--enable-pdmux interrupts prefills, whose plan would be lost"),
         Need(f"row {NO_REQUEST} of SGLang's table given to requests",
-             lambda s: NO_REQUEST in s.runtime.runner.req_to_token_pool.free_slots,
+             lambda s: NO_REQUEST in s.runner.req_to_token_pool.free_slots,
              f"SGLang gives row {NO_REQUEST} of its table to requests"),
     ),
     EAGER: (
@@ -245,19 +247,20 @@ def refuse(capability: str, server: Server, known: str | None = None) -> None:
 
 def tell(runtime: Runtime) -> None:
     """Log the capabilities that the server goes without, after the line about its host pool."""
-    if runtime.unused:
-        listed = "; ".join(f"{what} ({reason})" for what, reason in runtime.unused.items())
+    if unused := runtime.options.unused:
+        listed = "; ".join(f"{what} ({reason})" for what, reason in unused.items())
         logger.info("hcache: not used: %s", listed)
     count(runtime)
 
 
 def count(runtime: Runtime) -> None:
     """Set the metric of each capability."""
+    pages = runtime.pages
     has = {
-        OWN_PAGES: runtime.own_pages,
-        HIDDEN: runtime.pages == "hidden",
-        RECOMPUTATION: runtime.recomputation is not None,
-        EAGER: runtime.eager,
+        OWN_PAGES: pages.own,
+        HIDDEN: pages.kind == "hidden",
+        RECOMPUTATION: pages.recomputation is not None,
+        EAGER: pages.own and EAGER not in runtime.options.unused,
         JUDGING: runtime.hit_gate is not None,
     }
     for capability, value in has.items():
@@ -296,7 +299,7 @@ def _unusual(server: Server) -> str | None:
         return "pipeline stages"
     if server.args.disaggregation_mode != "null":
         return "P/D disaggregation"
-    states = isinstance(server.runtime.runner.token_to_kv_pool, HybridLinearKVPool)
+    states = isinstance(server.runner.token_to_kv_pool, HybridLinearKVPool)
     return "states and pages of one token" if states and server.kvcache.page_size == 1 else None
 
 

@@ -39,22 +39,22 @@ def layer_methods(runtime: Runtime, kvcache: Any) -> Restore:
     """The storage of each layer: by the options, otherwise the store's record, otherwise the
     profile, which only the first rank of the first stage finds. All ranks must ask first at the
     same point. The server stops if option ``partition`` or ``profile`` is wrong."""
-    if runtime.layer_methods is None:
-        runtime.layer_methods = _choose(runtime, kvcache)
-    return runtime.layer_methods
+    if runtime.pages.layer_methods is None:
+        runtime.pages.layer_methods = _choose(runtime, kvcache)
+    return runtime.pages.layer_methods
 
 
 def _choose(runtime: Runtime, kvcache: Any) -> Restore:
-    config, args = runtime.config, resolved(runtime.runner.server_args)
-    assert config is not None and runtime.weights is not None
+    config, weights, runner = runtime.options.config, runtime.weights, runtime.runner
+    assert config is not None and weights.present is not None
+    args, stage = resolved(runner.server_args), attention_ranks()
     layers, ranks, size = int(kvcache.layer_num), ranks_of_a_request(args), int(kvcache.size)
-    eager = refusal(EAGER, Server(runtime, kvcache, exchanges=ranks > 1)) is None
-    row_bytes = page_plan.wanted_codec(runtime, runtime.runner).row_bytes
-    kv_share = page_plan.encoded_share(runtime, kvcache, int(args.pp_size))
-    stage = attention_ranks()
+    server = Server(runner, config, kvcache, exchanges=ranks > 1)
+    row_bytes = page_plan.wanted_codec(config, runner).row_bytes
+    kv_share = page_plan.encoded_share(server, int(args.pp_size))
     wanted = or_stop(lambda: fixed_partition(config, layers))
     place = {"first_layer": kvcache.start_layer, "layers": layers}
-    key = runtime.namespace_of(runtime.weights, any_ranks=True, kind="partition", **place)
+    key = weights.namespace_of(weights.present, any_ranks=True, kind="partition", **place)
     name = record_name(key)
     ours = runtime.store is not None or args.hicache_storage_backend is None  # or may become so
     recorded = find_record(config.dirs, name) if ours and stage.is_first_rank else None
@@ -62,20 +62,20 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
     decision = known_partition(wanted, recorded)
     shape = profile = None
     if wanted is None or config.profile is not None:
-        shape = model_shape(runtime.runner, kvcache, row_bytes, kv_share)
+        shape = model_shape(runner, kvcache, row_bytes, kv_share)
     shard = shard_of_rank(0, ranks, int(kvcache.page_size))
     if shape is not None and (decision is None or decision[0].methods != {"kv"}):
         profile = _profile_of_all_ranks(runtime, kvcache, shape)
         if profile is not None and shard.of > 1:
             profile = profile.model_copy(update={"gathers": True})
-    l3: L3Path = "overlapped" if eager else "first"
+    l3: L3Path = "overlapped" if refusal(EAGER, server) is None else "first"
     l3 = "none" if args.hicache_storage_backend is None else l3
-    tokens = min(int(runtime.runner.model_config.context_len), size)
+    tokens = min(int(runner.model_config.context_len), size)
     every_kv = Partition(0, 0, layers)
     restore = Restore(profile, shape, every_kv, ranks, min(CHUNK_TOKENS, size))
     if decision is None:
         kv_bytes = kv_share * page_plan.kv_bytes_per_token(kvcache)
-        width = int(runtime.runner.model_config.hidden_size)
+        width = int(runner.model_config.hidden_size)
         layer = hidden_layer(int(kvcache.page_size), row_bytes, width)
         given = page_plan.host_bytes(kvcache, args.hicache_size, args.hicache_ratio)
 
@@ -96,7 +96,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
             decision = (hidden if smaller else every_kv), reason
         logger.debug("hcache: partition: %s; %s", describe(decision[0]), decision[1])
     if recorded is None and ours:
-        model = str(runtime.runner.model_config.model_path)
+        model = str(runner.model_config.model_path)
         chosen_for: dict[str, Any] = {"shape": shape, "tokens": tokens, "tp": ranks, "l3": l3}
         chosen_for |= {**asdict(decision[0]), "reason": decision[1]}
         record = PartitionRecord(model=model, **chosen_for)
@@ -111,7 +111,7 @@ def _profile_of_all_ranks(runtime: Runtime, kvcache: Any, shape: ModelShape) -> 
     ``profile`` is wrong."""
     from sglang.srt.distributed.parallel_state import get_pp_group
 
-    config, stages, stage = runtime.config, get_pp_group(), attention_ranks()
+    config, stages, stage = runtime.options.config, get_pp_group(), attention_ranks()
     assert config is not None
     first = stages.is_first_rank and stage.is_first_rank
     found = or_stop(lambda: find_profile(runtime, config, kvcache, shape) if first else None)
@@ -122,10 +122,10 @@ def _profile_of_all_ranks(runtime: Runtime, kvcache: Any, shape: ModelShape) -> 
 def _recorded(runtime: Runtime, name: str, record: PartitionRecord) -> PartitionRecord:
     """Record a choice; returns the store's. Without a store the attach, which names the folders,
     records it."""
-    if runtime.store is None or runtime.config is None:
-        runtime.kept_partition = name, record
+    if runtime.store is None or runtime.options.config is None:
+        runtime.options.kept_partition = name, record
         return record
-    stage, dirs = attention_ranks(), runtime.config.dirs
+    stage, dirs = attention_ranks(), runtime.options.config.dirs
     settled = settle(dirs, name, record) if stage.is_first_rank else None
     found: PartitionRecord = stage.all_gather_object(settled)[0]
     return found
@@ -193,13 +193,13 @@ def find_profile(
             return load_profile(config.profile)
         except ConfigError as error:
             raise ConfigError(f"hcache: option 'profile': {error}") from None
-    device = torch.device(kvcache.device)
+    device, options = torch.device(kvcache.device), runtime.options
     # Bytes of pages are not measured: partitions and hits have one profile, whatever the codec.
     measured = shape.model_dump_json(exclude={"hidden_row_bytes", "kv_row_bytes"})
     digest = hashlib.sha256(f"{device_name(device)} {measured}".encode()).hexdigest()
     file = f"profile-{digest[:12]}.json"
-    if runtime.kept_profile is not None and runtime.kept_profile[0] == file:
-        return runtime.kept_profile[1]
+    if options.kept_profile is not None and options.kept_profile[0] == file:
+        return options.kept_profile[1]
     for path in filter(Path.is_file, (folder / file for folder in config.dirs)):
         try:
             kept = load_profile(path)
@@ -214,7 +214,7 @@ def find_profile(
         return None
     finally:
         release_memory(device)  # gigabytes, for the products of large models
-    runtime.kept_profile = (file, profile)
+    options.kept_profile = (file, profile)
     return profile
 
 
@@ -255,7 +255,7 @@ def judge_hits(runtime: Runtime, config: HCacheConfig, backend: str | None = Non
     """Judge and measure L3 hits from now on: of our store, or of another ``backend`` with own
     pages. All ranks call it at the same point, at attach. Raises ConfigError on every rank if the
     profile is unusable."""
-    if may_judge(runtime):
+    if may_judge(runtime, config):
         machine = _machine(runtime, config)
         if backend is not None and machine is not None and machine.profile is not None:
             unmeasured = machine.profile.model_copy(update={"l3": None})  # this L3 was not
@@ -263,11 +263,11 @@ def judge_hits(runtime: Runtime, config: HCacheConfig, backend: str | None = Non
         runtime.judge(machine, backend or "hcache", config.min_gain)
 
 
-def may_judge(runtime: Runtime) -> bool:
+def may_judge(runtime: Runtime, config: HCacheConfig) -> bool:
     """Whether hits are judged and measured; until a gate is set every hit is read. Without host
     pages of their own prefetches end in other ways than the gate can follow."""
     runtime.hit_gate = None
-    if refusal(JUDGING, Server(runtime)) is not None:
+    if refusal(JUDGING, Server(runtime.runner, config)) is not None:
         return False
     if (missing := hooks.install(hooks.HITS)) is not None:
         what = "every L3 hit is read, even if L3 is slower than computing"
@@ -281,7 +281,7 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
     from sglang.srt.distributed import parallel_state as state
 
     ranks = ranks_of_a_request(resolved(runtime.runner.server_args))
-    methods = runtime.layer_methods
+    methods = runtime.pages.layer_methods
     if methods is not None and methods.profile is not None and methods.shape is not None:
         return replace(methods, ranks=ranks)
     if not config.min_gain:
@@ -309,10 +309,10 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
 
 def _measured(runtime: Runtime, config: HCacheConfig) -> tuple[Profile, ModelShape] | None:
     """Profile and shape. Raises ConfigError if option ``profile`` names no usable file."""
-    kvcache, kv_share = runtime.runner.token_to_kv_pool, 1.0
-    if runtime.codec not in (None, "none"):
+    kvcache, kv_share, started = runtime.runner.token_to_kv_pool, 1.0, runtime.options.config
+    if started is not None and runtime.pages.codec not in (None, "none"):
         stages = int(resolved(runtime.runner.server_args).pp_size)
-        kv_share = page_plan.encoded_share(runtime, kvcache, stages)
+        kv_share = page_plan.encoded_share(Server(runtime.runner, started, kvcache), stages)
     shape = model_shape(runtime.runner, kvcache, kv_share=kv_share)
     profile = find_profile(runtime, config, kvcache, shape) if shape is not None else None
     return (profile, shape) if profile is not None and shape is not None else None

@@ -37,7 +37,7 @@ from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.sglang.arguments import drafted_tokens, kv_fields, packed_drafts, resolved
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.host_pool import HostPages
-from hcache_backend.sglang.runtime import Runtime
+from hcache_backend.start.capabilities import Server
 from hcache_backend.streams import free_memory
 from hcache_kernels.codecs import Codec, UnsupportedRows, make_codec
 
@@ -202,60 +202,57 @@ def make_exchange(what: str, rows: Sequence[torch.Tensor], page_size: int) -> Ex
     return exchange
 
 
-def page_plugin(config: HCacheConfig | None) -> Krul | None:
+def page_plugin(config: HCacheConfig) -> Krul | None:
     """The plug-in that option ``codec`` names: it decides on its own how layers share a page."""
-    if config is None or config.codec != "krul":
+    if config.codec != "krul":
         return None
     from hcache_backend.krul.plugin import Krul
 
     return Krul(config.krul)
 
 
-def asked_codec(runtime: Runtime, dtype: torch.dtype) -> str:
+def asked_codec(config: HCacheConfig, dtype: torch.dtype) -> str:
     """The codec that option ``codec`` means for values of ``dtype``."""
-    assert runtime.config is not None
-    asked, smallest = runtime.config.codec, "exp3" if dtype == torch.bfloat16 else "none"
+    asked, smallest = config.codec, "exp3" if dtype == torch.bfloat16 else "none"
     return smallest if asked == "auto" else asked
 
 
-def wanted_codec(runtime: Runtime, runner: Any) -> Codec:
+def wanted_codec(config: HCacheConfig, runner: Any) -> Codec:
     """The codec of hidden states; the probe finds out later if it serves this model."""
     width, dtype = runner.model_config.hidden_size, runner.dtype
     try:
-        return make_codec(asked_codec(runtime, dtype), width, dtype)
+        return make_codec(asked_codec(config, dtype), width, dtype)
     except UnsupportedRows:
         return make_codec("none", width, dtype)
 
 
-def kv_codec(runtime: Runtime, kvcache: Any, shard: Shard, groups: int, stages: int) -> str:
+def kv_codec(server: Server, shard: Shard, groups: int, stages: int) -> str:
     """The codec of K and V, by the option and their shape alone; logs a fallback to ``none``."""
     try:
-        return _encoding_segments(runtime, kvcache, shard, groups, stages).codec
+        return _encoding_segments(server, shard, groups, stages).codec
     except UnsupportedRows as error:
-        assert runtime.config is not None
-        level = logging.INFO if runtime.config.codec == "auto" else logging.WARNING
+        level = logging.INFO if server.asks("codec", "auto") else logging.WARNING
         logger.log(level, "hcache: K and V are stored as they are (codec 'none'): %s", error)
         return "none"
 
 
-def encoded_share(runtime: Runtime, kvcache: Any, stages: int) -> float:
+def encoded_share(server: Server, stages: int) -> float:
     """Encoded bytes of K and V relative to plain ones; 1.0 without a codec."""
     try:
-        kv = _encoding_segments(runtime, kvcache, WHOLE, 1, stages)
+        kv = _encoding_segments(server, WHOLE, 1, stages)
     except UnsupportedRows:
         return 1.0
     layout = kv.layout([kv.stored_layer(layer) for layer in kv.layers], WHOLE)
     return sum(layout.segment_bytes) / (len(kv.layers) * kv.plain_bytes)
 
 
-def _encoding_segments(
-    runtime: Runtime, kvcache: Any, shard: Shard, groups: int, stages: int
-) -> KVSegments:
+def _encoding_segments(server: Server, shard: Shard, groups: int, stages: int) -> KVSegments:
     """K and V of all layers by option ``codec``; raises UnsupportedRows."""
-    codec = asked_codec(runtime, planes_of(kvcache, 0)[0].dtype)
+    config, kvcache = server.config, server.kvcache
+    codec = asked_codec(config, planes_of(kvcache, 0)[0].dtype)
     if codec != "none" and stages > 1:  # a stage cannot tell the others what it could not keep
         raise UnsupportedRows(f"codec {codec!r} takes no K and V of pipeline stages")
-    plugin, drafts = page_plugin(runtime.config), packed_drafts(runtime.runner)
+    plugin, drafts = page_plugin(config), packed_drafts(server.runner)
     if plugin is not None and drafts:
         raise UnsupportedRows(f"codec {codec!r} takes no draft layers")
     every = kvcache, range(kvcache.layer_num), kvcache.page_size
@@ -264,10 +261,10 @@ def _encoding_segments(
     return KVSegments(*every, shard, groups, codec, drafts)
 
 
-def choose_codec(group: Group, runtime: Runtime, probe: Probe, projector: Projector) -> Codec:
+def choose_codec(group: Group, config: HCacheConfig, probe: Probe, projector: Projector) -> Codec:
     """The wanted codec of hidden states if all ranks of ``group`` can use it, or the exact one."""
     rows = probe.hidden[0]
-    wanted = asked_codec(runtime, rows.dtype)
+    wanted = asked_codec(config, rows.dtype)
     try:
         return all_or_none((group,), lambda: _proven(wanted, probe, projector))
     except Refused as refused:

@@ -52,7 +52,7 @@ class HCacheStorage(HiCacheStorage):
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         self._joined = attach.join(storage_config, make_backend)
         self._runtime, config, self._kv_fields, store, shared = self._joined
-        self._config = storage_config
+        self._weights, self._config = self._runtime.weights, storage_config
         self._tier = Tiered(LocalTier(store, self._runtime.writer), shared, self._runtime.l3)
         self._pools: dict[str, PoolPages] = {}
         self._windows: dict[str, int] = {}  # pages of a pool at the end of a hit, if not all
@@ -67,8 +67,8 @@ class HCacheStorage(HiCacheStorage):
         if not self._promises_hits:
             why = "SGLang fails a request whose hit cannot be read, so every look-up is a miss"
             logger.warning("hcache: a decode server only writes L3: %s", why)
-        self._runtime.on_quarantine.append(self._drop_own_pages)
-        self._runtime.on_weights_changed.append(self.backups.finish)
+        self._weights.on_quarantine.append(self._drop_own_pages)
+        self._weights.on_weights_changed.append(self.backups.finish)
         self._reported = time.monotonic()
         self._report()
         quota = f"at most {config.quota_bytes / 1e9:.1f} GB in each" if config.quota_bytes else ""
@@ -80,7 +80,7 @@ class HCacheStorage(HiCacheStorage):
         """Called once, before any page. Raises ConfigError if ``tp_lcm_size`` is wrong."""
         super().register_mem_pool_host(mem_pool_host)
         self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
-        if not self._runtime.own_pages:  # otherwise the warning came when they were made
+        if not self._runtime.pages.own:  # otherwise the warning came when they were made
             tokens, size = self._runtime.runner.max_total_num_tokens, mem_pool_host.size_per_token
             warn_of_small_host_pool(mem_pool_host.size, int(tokens), size, size)
 
@@ -221,9 +221,9 @@ class HCacheStorage(HiCacheStorage):
 
     def close(self) -> None:
         """Called at detach; data stays."""
-        if self._drop_own_pages in self._runtime.on_quarantine:
-            self._runtime.on_quarantine.remove(self._drop_own_pages)
-            self._runtime.on_weights_changed.remove(self.backups.finish)
+        if self._drop_own_pages in self._weights.on_quarantine:
+            self._weights.on_quarantine.remove(self._drop_own_pages)
+            self._weights.on_weights_changed.remove(self.backups.finish)
         self._runtime.stop_judging()
         self._tier.close()
 
@@ -293,7 +293,7 @@ class HCacheStorage(HiCacheStorage):
     ) -> list[Pages] | None:
         """The parts of these pages, of a ``rank`` or ours, or None while L3 is suspended. Weights
         are read once: an update must not move these pages under the new weights' namespace."""
-        weights = self._runtime.weights
+        weights = self._weights.present
         if weights is None or weights.suspended is not None:
             return None
         pages, parts = self._pools[pool], range(self._pools[pool].parts)
@@ -302,16 +302,16 @@ class HCacheStorage(HiCacheStorage):
         return [Pages(pages, part, name, own, before, alone) for part, name in names]
 
     def _namespace(self, pool: str, part: int, weights: Weights, **rank: object) -> bytes:
-        if self._runtime.own_pages and pool == PoolName.KV:
-            return self._runtime.namespace_of(weights, **self._runtime.page_fields)
+        if self._runtime.pages.own and pool == PoolName.KV:
+            return self._weights.page_namespace(weights)
         fields = {**self._pools[pool].fields(part), **self._kv_fields, **rank}
         if pool.startswith(PoolName.DRAFT):
-            fields["draft"] = self._runtime.draft_digest
-        return self._runtime.namespace_of(weights, **fields)
+            fields["draft"] = self._weights.draft_digest
+        return self._weights.namespace_of(weights, **fields)
 
     def _namespaces(self, *names: str) -> list[bytes]:
         """Of the pools of these names, or of all pools, with the present weights."""
-        weights, pools = self._runtime.weights, list(self._pools.items())
+        weights, pools = self._weights.present, list(self._pools.items())
         return [
             self._namespace(pool, part, weights)
             for pool, pages in pools
@@ -320,7 +320,7 @@ class HCacheStorage(HiCacheStorage):
         ]
 
     def _count_tokens(self, **pages: int) -> None:
-        weights, instead = self._runtime.weights, None if self._promises_hits else "not_promised"
+        weights, instead = self._weights.present, None if self._promises_hits else "not_promised"
         if weights is None or weights.suspended is not None:
             instead = "suspended"
         if instead is not None:

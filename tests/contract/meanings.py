@@ -23,7 +23,7 @@ from hcache_backend.config import ConfigError
 from hcache_backend.sglang import arguments
 from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.start import attach, capabilities
-from hcache_backend.start.capabilities import CAPABILITIES, Server, refusal
+from hcache_backend.start.capabilities import CAPABILITIES, refusal
 from tests.engine.in_process.start.servers import server
 
 USUAL = ("--device", "cuda", "--enable-hierarchical-cache", "--page-size", "64")
@@ -38,10 +38,10 @@ def answers(model: str, line: Sequence[str]) -> dict[str, Any]:
     except (SystemExit, ValueError, AssertionError, NotImplementedError) as error:
         return {"unknown": str(error)}
     args = arguments.resolved(given)
-    runtime, pool = server()
-    runtime.runner.server_args = given
+    asked = server()
+    asked.runner.server_args = given
     capabilities._graphs = lambda: args.cuda_graph_config
-    refused = {name: refusal(name, Server(runtime, pool)) for name in CAPABILITIES}
+    refused = {name: refusal(name, asked) for name in CAPABILITIES}
     with published(given):
         config = storage_config(args)
     return {

@@ -23,11 +23,12 @@ import torch
 
 from hcache_backend.capture.staging import stored_rows
 from hcache_backend.config import KrulOption, parse_config
+from hcache_backend.fingerprint import Weights
 from hcache_backend.host.layout import Layout
 from hcache_backend.host.segments import KVSegments, head_groups, shard_of_heads
 from hcache_backend.krul.plugin import Krul
 from hcache_backend.plan.restore import Partition, Restore
-from hcache_backend.sglang.runtime import Runtime, Weights
+from hcache_backend.sglang.weights import LoadedWeights
 from hcache_backend.start import page_plan
 from hcache_backend.store import PageStore
 from hcache_kernels.codecs import make_codec
@@ -98,24 +99,23 @@ def device_pool(kind: Kind, rank: int) -> Any:
     )
 
 
-def runtime_of(kind: Kind) -> Runtime:
-    """A server whose weights have given fingerprints."""
+def runner_of(kind: Kind) -> Any:
+    """A model runner of SGLang's."""
     config = SimpleNamespace(to_dict=lambda: {"hidden_size": HIDDEN, "_name_or_path": "a/b"})
-    runner = SimpleNamespace(
+    return SimpleNamespace(
         model=torch.nn.Module(),
         model_config=SimpleNamespace(hf_config=config),
         dtype=kind.dtype,
         kv_cache_dtype=kind.dtype,
         server_args=SimpleNamespace(page_size=kind.page, enable_lora=False, lora_paths=None),
     )
-    return Runtime(runner, weights=Weights(b"w" * 16, whole=b"v" * 16), writer=WRITER)
 
 
 class Machine:
     """One rank: its plan, its namespace, and host memory of one page."""
 
     def __init__(self, kind: Kind, rank: int) -> None:
-        self.kind, runtime = kind, runtime_of(kind)
+        self.kind, runner = kind, runner_of(kind)
         kvcache = device_pool(kind, rank)
         methods = Restore(None, None, Partition(*kind.partition), chunk_tokens=4 * kind.page)
         shard = shard_of_heads(rank, kind.ranks)
@@ -133,8 +133,9 @@ class Machine:
         self.layout = layout.with_pairs(kind.pairs) if kind.pairs else layout
         ranks = SimpleNamespace(rank_in_group=rank, world_size=kind.ranks)
         page_plan.attention_ranks = lambda: ranks
-        self.fields = runtime.page_fields = page_plan.namespace_fields(self.pages, runtime.runner)
-        self.namespace = runtime.page_namespace()
+        weights = LoadedWeights(runner, Weights(b"w" * 16, whole=b"v" * 16))
+        self.fields = weights.page_fields = page_plan.namespace_fields(self.pages, runner)
+        self.namespace = weights.page_namespace()
         self.memory = torch.zeros((1, self.layout.page_bytes), dtype=torch.uint8)
         self._fill()
 

@@ -163,7 +163,11 @@ def bare_controller(
     )
     served = SimpleNamespace(model_config=SimpleNamespace(context_len=1 << 20))
     runtime = runtime or SimpleNamespace(
-        quarantine=None, weights=None, runner=served, l3=L3Progress(), prefetches=Prefetches()
+        weights=SimpleNamespace(quarantine=None, present=None),
+        runner=served,
+        writer=b"",
+        l3=L3Progress(),
+        prefetches=Prefetches(),
     )
     lacking = [name for name in ("arena", "page_layout", "page_size") if not hasattr(pool, name)]
     for name in lacking:
@@ -200,12 +204,8 @@ WRONG = "the self-check in service failed: K and V of layer {} in a page are not
 def checked(server: Host, every: int = 1) -> tuple[KVChecks, list[str]]:
     """Let one page of so many be checked; the checks, and why trust was lost."""
     lost: list[str] = []
-    runtime: Any = SimpleNamespace(
-        config=SimpleNamespace(check_every_pages=every),
-        begin_quarantine=lost.append,
-        quarantine=None,
-    )
-    checks, pool = KVChecks(runtime, server.pool, server.kv), server.pool
+    weights: Any = SimpleNamespace(begin_quarantine=lost.append, quarantine=None)
+    checks, pool = KVChecks(weights, server.pool, every, server.kv), server.pool
     pool.on_freed.append(checks.freed)
     pool.on_backed_up.append(checks.transferred)
     pool.on_loaded.append(checks.transferred)

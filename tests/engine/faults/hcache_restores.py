@@ -11,9 +11,9 @@ from tests.kit.scheduler import around
 
 def other_format() -> None:
     """Pages are of a later format version: nobody else's are found."""
-    from hcache_backend.sglang import runtime
+    from hcache_backend.sglang import weights
 
-    runtime.FORMAT_VERSION += 1
+    weights.FORMAT_VERSION += 1
 
 
 def hold_prefetches(active: Callable[[], bool]) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
-from hcache_backend.sglang.runtime import Runtime, Weights
+from hcache_backend.fingerprint import Weights
+from hcache_backend.sglang.runtime import Runtime, StartOptions
+from hcache_backend.sglang.weights import LoadedWeights
 
 PAGE = 4
 KEYS = [f"{i:064x}" for i in range(8)]
@@ -110,4 +112,4 @@ def unconfigured_runtime() -> Runtime:
         server_args=server_args(),
         device="cpu",
     )
-    return Runtime(runner, weights=Weights(b"w" * 16))
+    return Runtime(runner, StartOptions(None), LoadedWeights(runner, Weights(b"w" * 16)))

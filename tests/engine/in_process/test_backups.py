@@ -91,7 +91,7 @@ def test_where_backups_have_ended_nothing_is_waited_for(
 ) -> None:
     assert machine.forward(slots(1))
     if end == "quarantine":
-        runtime.begin_quarantine("a test")
+        runtime.weights.begin_quarantine("a test")
     else:
         machine.capture.ledger.give_up("a test")
     machine.capture.ledger.allocated(torch.tensor(slots(2)))
@@ -102,15 +102,15 @@ def test_where_backups_have_ended_nothing_is_waited_for(
 def test_tokens_of_other_weights_get_no_host_pages(
     controller: OwnPagesController, machine: Machine, runtime: Runtime
 ) -> None:
-    runtime.on_weights_changed.append(machine.capture.ledger.forget)
+    runtime.weights.on_weights_changed.append(machine.capture.ledger.forget)
     assert machine.forward(slots(1))
     machine.settle()
-    runtime.begin_weight_update()
+    runtime.weights.begin_update()
     assert machine.capture.ledger.none_lost  # no pass has lost a row
     assert not write(controller, slots(1))
     assert machine.forward(slots(2))
     assert write(controller, slots(2))
-    runtime.caches_were_flushed()
+    runtime.weights.caches_were_flushed()
     machine.capture.ledger.allocated(torch.tensor(slots(3)))
     assert write(controller, slots(2)) and not waits(machine)
 
@@ -144,14 +144,14 @@ class Checks:
     """
 
     def __init__(self, machine: Machine, runtime: Runtime, *, by_module: bool = False) -> None:
-        runtime.config = SimpleNamespace(check_every_pages=1)  # type: ignore[assignment]
         self.machine, self.exchanged = machine, 0
         self.projector = OtherWeights(None if by_module else object())
         exchange = SimpleNamespace(shards=1, on_scheduler_thread=True, gather_now=self.gather_now)
         layers = [SimpleNamespace(index=i, name=f"{i}", kernel=None) for i in range(LAYERS)]
         self.checks = ServiceChecks(
-            runtime,
+            runtime.weights,
             Pages(machine),  # type: ignore[arg-type]
+            1,
             layers,  # type: ignore[arg-type]
             ExactCodec.of_rows(WIDTH, torch.float32),
             self.projector,  # type: ignore[arg-type]
@@ -188,12 +188,12 @@ def checks(machine: Machine, runtime: Runtime) -> Checks:
 def test_a_check_under_way_says_nothing_of_other_weights(checks: Checks, runtime: Runtime) -> None:
     """It may have projected with them what the weights before them left."""
     checks.backed_up(1)
-    runtime.begin_weight_update()
+    runtime.weights.begin_update()
     checks.read()
-    assert runtime.quarantine is None
+    assert runtime.weights.quarantine is None
     checks.backed_up(2)  # the same where weights are one's own
     checks.read()
-    assert runtime.quarantine is not None
+    assert runtime.weights.quarantine is not None
 
 
 def test_a_check_without_memory_raises_nothing_and_says_nothing_of_the_page(
@@ -208,12 +208,12 @@ def test_a_check_without_memory_raises_nothing_and_says_nothing_of_the_page(
     checks.backed_up(1)
     assert (checks.exchanged, checks.waiting) == (LAYERS, [1])
     checks.read()
-    assert runtime.quarantine is None
+    assert runtime.weights.quarantine is None
     assert counted.get() == before + LAYERS
     checks.projector.error = None  # the next one is made, and found out
     checks.backed_up(2)
     checks.read()
-    assert runtime.quarantine is not None
+    assert runtime.weights.quarantine is not None
 
 
 def test_checks_rest_when_they_took_too_long(

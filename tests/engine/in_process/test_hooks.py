@@ -24,6 +24,7 @@ from bench.harness.options import hcache_config
 from hcache_backend import metrics
 from hcache_backend.config import ConfigError
 from hcache_backend.contract.check import Found
+from hcache_backend.fingerprint import Weights
 from hcache_backend.projection.attention import ProjectionBatch, ProjectionReached
 from hcache_backend.sglang import (
     compat,
@@ -39,7 +40,8 @@ from hcache_backend.sglang.compat import untested
 from hcache_backend.sglang.disaggregation import SEND_PREFIX
 from hcache_backend.sglang.hook_registry import Hook, OnError, hooks_on, install
 from hcache_backend.sglang.model_runner import ATTENTION, RESET
-from hcache_backend.sglang.runtime import Runtime, Weights, current
+from hcache_backend.sglang.runtime import Runtime, StartOptions, current
+from hcache_backend.sglang.weights import LoadedWeights
 from hcache_backend.start import attach, capabilities
 from hcache_backend.start.attach import bootstrap
 from hcache_backend.start.build import GRAPH_HOOKS
@@ -129,7 +131,7 @@ WITHOUT_L3 = {SEND_PREFIX.target: (None, 0)}
 @pytest.fixture
 def active(monkeypatch: MonkeyPatch) -> Any:
     """A process with a server, every part of which raises."""
-    runtime = Runtime(None)
+    runtime = Runtime(None, StartOptions(None), LoadedWeights(None))
     hook_registry.guarded.cache_clear()  # each error is said once
     monkeypatch.setattr(runtime, "hit_gate", Broken())
     monkeypatch.setattr(runtime, "forwards", Broken())
@@ -138,8 +140,8 @@ def active(monkeypatch: MonkeyPatch) -> Any:
         monkeypatch.setattr(module, "gate_of", lambda cache: Broken())
     for module in (radix_cache, scheduler):
         monkeypatch.setattr(module, "our_l3", lambda cache: Broken())
-    for name in ("begin_weight_update", "end_weight_update", "caches_were_flushed"):
-        monkeypatch.setattr(runtime, name, lambda: Broken().call)
+    for name in ("begin_update", "end_update", "caches_were_flushed"):
+        monkeypatch.setattr(runtime.weights, name, lambda: Broken().call)
     return runtime
 
 
@@ -174,7 +176,7 @@ def test_sglang_goes_on_if_a_hook_raises(
     result = hook_registry.guarded(hook)(original, *arguments)
     wanted, times = WITHOUT_L3.get(hook.target, ("SGLang's", 1))
     assert (result, original.given) == (wanted, [tuple(arguments)] * times)
-    ended = active._reasons["not_restorable"]
+    ended = active.weights._reasons["not_restorable"]
     if hook.on_error is OnError.END_L3:
         assert hook.target in str(ended)
     else:
@@ -232,7 +234,7 @@ def bootstrapped(monkeypatch: MonkeyPatch) -> None:
     """A server that is started for us, as far as the bootstrap hook goes without a model."""
     monkeypatch.setenv("HCACHE_ENABLE", "1")
     monkeypatch.setattr(attach, "resolved", lambda args: args)
-    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
+    monkeypatch.setattr("hcache_backend.sglang.weights._stage_weights", lambda _: Weights(b"w"))
     monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
 
 
@@ -280,7 +282,7 @@ def test_without_hierarchical_cache_there_is_nothing_to_do(
 ) -> None:
     bootstrap(runner(enable_hierarchical_cache=False))
     assert "configured, but inactive: add --enable-hierarchical-cache" in caplog.text
-    assert current().config is None
+    assert current().options.config is None
 
 
 @pytest.mark.parametrize(
@@ -301,10 +303,10 @@ def test_what_could_not_be_told_apart_means_no_l3_at_all(
     gone = Hook(RESET.target + "_gone", lambda original, *given: original(*given))
     monkeypatch.setattr(hooks, hooks_of, [gone])
     bootstrap(runner(**arguments))
-    weights = current().weights
+    weights = current().weights.present
     assert weights is not None and said in str(weights.suspended)
-    current().caches_were_flushed()
-    assert current().weights == weights
+    current().weights.caches_were_flushed()
+    assert current().weights.present == weights
 
 
 @pytest.mark.parametrize(("full", "waits"), [(True, [3]), (False, [])])
@@ -342,7 +344,7 @@ def test_only_a_server_that_records_whole_prefills_has_that_wait(
     gone = Hook(RESET.target + "_gone", lambda original, *given: original(*given))
     monkeypatch.setattr(hooks, "WHOLE_GRAPHS", [gone])
     bootstrap(started)
-    weights = current().weights
+    weights = current().weights.present
     assert weights is not None
     assert ("do not wait for loads" in str(weights.suspended)) is bool(hooked)
 
@@ -350,7 +352,7 @@ def test_only_a_server_that_records_whole_prefills_has_that_wait(
 def test_an_sglang_without_a_place_for_pools_keeps_plain_pages(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.delattr(hybrid_pool_assembler, "register_stack_strategy")
     bootstrap(runner())
-    assert "this SGLang lacks a seam" in str(current().reason)
+    assert "this SGLang lacks a seam" in str(current().pages.reason)
 
 
 def test_options_of_the_l3_win_over_the_environment(
@@ -360,7 +362,7 @@ def test_options_of_the_l3_win_over_the_environment(
     extra = hcache_config(tmp_path, quota_bytes=6)
     arguments = {"hicache_storage_backend_extra_config": json.dumps(extra)}
     bootstrap(runner(hicache_storage_backend="dynamic", **arguments))
-    config, store = current().config, current().store
+    config, store = current().options.config, current().store
     assert config is not None
     assert store is not None
     store.close()
@@ -434,7 +436,11 @@ def test_options_without_the_variable_that_enables_them_are_warned_of(
         monkeypatch.setenv("HCACHE_ENABLE", enabled)
     before = [hooks_on(resolve_name(hook.target)) for hook in every_hook()]
     bootstrap(plain := runner())
-    assert (current().runner, current().config, current().weights) == (plain, None, None)
+    assert (current().runner, current().options.config, current().weights.present) == (
+        plain,
+        None,
+        None,
+    )
     assert [hooks_on(resolve_name(hook.target)) for hook in every_hook()] == before
     warning = "hcache: HCACHE_CONFIG is ignored; set HCACHE_ENABLE=1, too"
     assert caplog.messages.count(warning) == (enabled is None)

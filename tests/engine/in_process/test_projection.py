@@ -14,13 +14,12 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from hcache_backend.checks import probe as probe_module
 from hcache_backend.checks.probe import LayerSpecs, Probe
-from hcache_backend.config import HCacheConfig
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.exactness import Bound, relative_difference, tolerance
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
 from hcache_backend.projection.search import LESS_EXACT, find_spec, gather_evidence
-from hcache_backend.sglang.runtime import Runtime
+from hcache_backend.sglang.weights import LoadedWeights
 from hcache_kernels.project_kv import ProjectionCall
 from hcache_kernels.project_kv.reference import project_kv_reference
 from tests.unit.attention_modules import (
@@ -131,15 +130,14 @@ class Projections:
             replace(attention_layer(index, None), module=module)
             for index, module in enumerate(modules)
         ]
-        runner = SimpleNamespace(model_config=SimpleNamespace(context_len=POSITION_LIMIT))
-        self.runtime = Runtime(runner, HCacheConfig())
+        self.weights = LoadedWeights(None)
         self.projector = Projector(PagedPool(pool_of(torch.float32)), 2)
         hidden, positions = tokens()
         slots = torch.arange(64, 64 + len(hidden))
         probe = Probe(tuple(layers), (hidden, hidden), slots, positions, positions)
         for layer in layers:  # what the model would have written
             self.projector.project_to_pool(layer, hidden, positions, slots)
-        self.specs = LayerSpecs(self.runtime, probe, self.projector, None)
+        self.specs = LayerSpecs(self.weights, probe, self.projector, None, POSITION_LIMIT)
         self.specs.find()
         self.specs.check_writing()
         self.specs.use_agreed()
@@ -151,7 +149,7 @@ class Projections:
     @property
     def said(self) -> list[tuple[str, str]]:
         """How groups of layers are projected, and why."""
-        return [(group.method, group.detail) for group in self.runtime.projection]
+        return [(group.method, group.detail) for group in self.specs.projection]
 
 
 def test_a_layer_without_a_spec_on_one_rank_has_none_on_any(monkeypatch: MonkeyPatch) -> None:
@@ -209,7 +207,7 @@ def test_modules_project_where_no_product_is_exact_in_the_pool(monkeypatch: Monk
     monkeypatch.setattr(PagedPool, "store", store)
     projections = Projections(rotated())
     assert projections.by_spec == [False, False]
-    [group] = projections.runtime.projection
+    [group] = projections.specs.projection
     assert group.detail == f"in the KV pool {LESS_EXACT}" and group.exactness.startswith("spec K")
 
 
@@ -223,20 +221,20 @@ def test_the_environment_leaves_every_layer_to_its_module(monkeypatch: MonkeyPat
 def test_no_spec_is_used_between_a_weight_update_and_the_flush() -> None:
     modules = [Attention(rope=Rope(), norm={}) for _ in range(2)]
     projections = Projections(modules)
-    runtime = projections.runtime
+    weights = projections.weights
     projections.specs.follow_weights()
-    runtime.caches_were_flushed()
+    weights.caches_were_flushed()
     assert projections.by_spec == [True, True]
-    runtime.begin_weight_update()
+    weights.begin_update()
     assert projections.by_spec == [False, False]
     modules[0].norm_of_k = Norm(8)  # from now on the module cannot even be called
     modules[1].norm_of_k.kind = "layer"
-    runtime.caches_were_flushed()
+    weights.caches_were_flushed()
     assert projections.by_spec == [False, False]
-    assert "after a weight update: RuntimeError" in runtime.projection[0].detail
+    assert "after a weight update: RuntimeError" in projections.specs.projection[0].detail
     modules[0].norm_of_k = Norm(DIM)
-    runtime.begin_weight_update()
-    runtime.caches_were_flushed()
+    weights.begin_update()
+    weights.caches_were_flushed()
     kinds = [spec and spec.norm and spec.norm.kind for spec in projections.projector.specs]
     assert kinds == ["rms", "layer"]
 
@@ -244,9 +242,9 @@ def test_no_spec_is_used_between_a_weight_update_and_the_flush() -> None:
 def test_trust_ends_when_new_weights_make_tokens_depend_on_each_other() -> None:
     projections = Projections(modules := rotated())
     projections.specs.follow_weights()
-    projections.runtime.begin_weight_update()
+    projections.weights.begin_update()
     modules[1].rope = SwitchingRope(by_batch=True)
-    projections.runtime.caches_were_flushed()
+    projections.weights.caches_were_flushed()
     assert projections.by_spec == [False, False]
     said = "at positions 0..47 changes when position 2047 is projected"
-    assert said in str(projections.runtime.quarantine)
+    assert said in str(projections.weights.quarantine)

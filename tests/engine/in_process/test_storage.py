@@ -19,9 +19,10 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.utils import hash_str_to_int64
 
+from hcache_backend.fingerprint import Weights
 from hcache_backend.format.envelope import key_bytes, parse_name
 from hcache_backend.sglang.model_runner import WEIGHTS
-from hcache_backend.sglang.runtime import Runtime, Weights
+from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start import attach
 from hcache_backend.tiers import events
 from tests.engine.harness.ours import flip_bit
@@ -111,9 +112,9 @@ def test_a_state_that_one_rank_has_lost_is_near_for_no_rank(
 
     assert turn(4) == [4, 4]
     assert turn(6) == [4, 4]
-    assert runtime.weights is not None
+    assert runtime.weights.present is not None
     first = ranks[0].storage
-    first._tier.drop([first._namespace(PoolName.MAMBA, 0, runtime.weights)])
+    first._tier.drop([first._namespace(PoolName.MAMBA, 0, runtime.weights.present)])
     assert turn(8) == [8, 8]
 
 
@@ -208,13 +209,13 @@ def test_a_hit_uses_all_its_pages_and_the_window_at_its_end(
 
 def test_clear_deletes_the_pages_of_this_model_only(l3: Machine, runtime: Runtime) -> None:
     l3.put(2)
-    mine = runtime.weights
-    runtime.weights = Weights(b"v" * 16)
+    mine = runtime.weights.present
+    runtime.weights.present = Weights(b"v" * 16)
     assert l3.hit(2) == 0
     l3.put(1)
     l3.storage.clear()
     assert l3.hit(2) == 0
-    runtime.weights = mine
+    runtime.weights.present = mine
     assert l3.hit(2) == 2
 
 
@@ -223,11 +224,11 @@ def test_while_suspended_everything_is_a_miss_and_nothing_is_stored(
 ) -> None:
     indices = l3.pool.fill(range(0, 2))
     l3.storage.batch_set_v1(KEYS[:1], indices[:PAGE])
-    runtime.begin_weight_update()
+    runtime.weights.begin_update()
     assert l3.storage.batch_set_v1(KEYS[1:2], indices[PAGE:]) == [True]  # dropped, and said so
     assert l3.hit(2) == 0
     assert l3.storage.batch_get_v1(KEYS[:2], indices) == [False, False]
-    runtime.caches_were_flushed()
+    runtime.weights.caches_were_flushed()
     assert l3.hit(2) == 1
 
 
@@ -235,8 +236,8 @@ def test_l3_is_not_asked_for_pages_that_cannot_be_restored_and_keeps_them(
     l3: Machine, runtime: Runtime
 ) -> None:
     l3.put(2)
-    runtime.cannot_restore("test")
-    runtime.caches_were_flushed()
+    runtime.weights.cannot_restore("test")
+    runtime.weights.caches_were_flushed()
     assert (l3.hit(2), l3.stored()) == (0, 2)
 
 
@@ -279,13 +280,13 @@ def test_a_prefix_of_thousands_of_pages_costs_the_scheduler_no_time(
 def test_lost_trust_deletes_what_this_server_wrote(l3: Machine, runtime: Runtime) -> None:
     """What it wrote with earlier weights, too: its projection was no better then."""
     for weights in (b"earlier", b"present"):
-        runtime.weights = Weights(weights, whole=weights)
+        runtime.weights.present = Weights(weights, whole=weights)
         l3.put(2)
     assert l3.stored() == 4
     l3.storage._drop_own_pages()
     assert l3.files() == set()
-    runtime.begin_quarantine("test")
-    runtime.caches_were_flushed()
+    runtime.weights.begin_quarantine("test")
+    runtime.weights.caches_were_flushed()
     assert l3.hit(2) == 0
 
 
@@ -299,7 +300,7 @@ def test_lost_trust_deletes_what_is_being_written_meanwhile(
     writing.start()
     assert begun.wait(30)
     before = set(threading.enumerate())
-    runtime.begin_quarantine("test")
+    runtime.weights.begin_quarantine("test")
     [dropping] = set(threading.enumerate()) - before
     dropping.join(0.3)  # time enough to delete what is there
     go_on.set()
@@ -312,9 +313,9 @@ def test_lost_trust_deletes_what_is_being_written_meanwhile(
 
 
 def updated(runtime: Runtime) -> None:
-    runtime.begin_weight_update()
-    runtime.end_weight_update()
-    runtime.caches_were_flushed()
+    runtime.weights.begin_update()
+    runtime.weights.end_update()
+    runtime.weights.caches_were_flushed()
 
 
 def test_weights_that_cannot_be_read_end_l3_for_good(
@@ -323,14 +324,14 @@ def test_weights_that_cannot_be_read_end_l3_for_good(
     def fail(model: Any) -> Any:
         raise MemoryError("no")
 
-    monkeypatch.setattr("hcache_backend.sglang.runtime._digest_model", fail)
+    monkeypatch.setattr("hcache_backend.sglang.weights._digest_model", fail)
     alone = SimpleNamespace(all_gather_object=lambda own: [own])
     monkeypatch.setattr("sglang.srt.distributed.get_tp_group", lambda: alone)
     runtime.runner.model = None
     l3.put(1)
     updated(runtime)
     assert l3.hit(1) == 0
-    assert runtime.quarantine == "hcache: the weights could not be read"
+    assert runtime.weights.quarantine == "hcache: the weights could not be read"
 
 
 @pytest.fixture
@@ -342,8 +343,8 @@ def futures(runtime: Runtime, monkeypatch: MonkeyPatch) -> list[Future[Any]]:
         said.append(Future())
         return said[-1]
 
-    monkeypatch.setattr(runtime, "_stages", SimpleNamespace(gather=gather))
-    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda model: None)
+    monkeypatch.setattr(runtime.weights, "_stages", SimpleNamespace(gather=gather))
+    monkeypatch.setattr("hcache_backend.sglang.weights._stage_weights", lambda model: None)
     runtime.runner.model = None
     return said
 
@@ -382,14 +383,14 @@ def test_an_update_in_many_parts_reads_the_weights_once(
     for name in ("load_weights_from_distributed", "update_weights_from_tensor") * 50:
         [hook] = [hook for hook in WEIGHTS if hook.target.endswith(f".{name}")]
         assert hook.function(lambda updater, part: "loaded", None, []) == "loaded"
-        runtime.caches_were_flushed()
+        runtime.weights.caches_were_flushed()
     futures[0].set_result(of_stages(b"earlier"))
     assert len(futures) == 1
-    assert runtime.weights is not None and runtime.weights.suspended is not None
+    assert runtime.weights.present is not None and runtime.weights.present.suspended is not None
     updated(runtime)
     assert len(futures) == 2
     futures[1].set_result(of_stages(b"new"))
-    assert runtime.weights == Weights(b"new", whole=b"new")
+    assert runtime.weights.present == Weights(b"new", whole=b"new")
 
 
 def test_a_pipeline_stage_that_cannot_read_its_weights_ends_l3_on_all(
@@ -397,7 +398,7 @@ def test_a_pipeline_stage_that_cannot_read_its_weights_ends_l3_on_all(
 ) -> None:
     updated(runtime)
     futures[0].set_result([*of_stages(b"own"), None])
-    assert runtime.quarantine == "hcache: the weights could not be read"
+    assert runtime.weights.quarantine == "hcache: the weights could not be read"
 
 
 # ---- events ----

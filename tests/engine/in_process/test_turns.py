@@ -14,7 +14,7 @@ from pytest import MonkeyPatch
 from hcache_backend.prefetch.prefetches import Prefetches
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.sglang import controller as controllers
-from hcache_backend.sglang import radix_cache, waiting
+from hcache_backend.sglang import radix_cache
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.radix_cache import TURN
 from tests.engine.in_process.hits.eager_scene import PAGES, SIZE, Scene
@@ -29,8 +29,7 @@ of_thread = threading.local()
 @pytest.fixture(autouse=True)
 def ranks_are_threads(monkeypatch: MonkeyPatch) -> None:
     """Each has the state of a process."""
-    for module in (radix_cache, waiting):
-        monkeypatch.setattr(module, "current", lambda: of_thread)
+    monkeypatch.setattr(radix_cache, "current", lambda: of_thread)
 
 
 class Cache:

@@ -19,6 +19,7 @@ from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.ranks import Refused
 from hcache_backend.sglang.host_pool import HostPages
 from hcache_backend.start.build import Start
+from hcache_backend.start.capabilities import Server
 from hcache_backend.start.page_plan import (
     choose_codec,
     encoded_share,
@@ -56,16 +57,11 @@ def bare_start() -> Any:
     return start
 
 
-def configured(codec: str) -> Any:
-    """A runtime with this option."""
-    return SimpleNamespace(config=HCacheConfig(codec=codec), runner=None)
-
-
 def of_rows(codec: str, rows: torch.Tensor) -> str:
     """The codec of hidden states that a start chooses by those of its self-check."""
     probe: Any = SimpleNamespace(hidden=(torch.randn_like(rows), rows), layers=(0, 1), slots=None)
     probe.positions, probe.problem = torch.arange(len(rows)), lambda *_: None
-    return choose_codec(None, configured(codec), probe, None).name  # type: ignore[arg-type]
+    return choose_codec(None, HCacheConfig(codec=codec), probe, None).name  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -238,9 +234,9 @@ def test_form_alone_decides_on_the_codec_of_k_and_v(
     why: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    device, runtime = kv_pool(**change), configured(codec)
+    server = Server(None, HCacheConfig(codec=codec), kv_pool(**change))
     with caplog.at_level("WARNING", "hcache"):
-        assert kv_codec(runtime, device, WHOLE, 1, stages) == used
+        assert kv_codec(server, WHOLE, 1, stages) == used
     assert why in caplog.text
     assert bool(caplog.text) == bool(why)
-    assert encoded_share(runtime, device, stages) == pytest.approx(SHARES[used], abs=0.01)
+    assert encoded_share(server, stages) == pytest.approx(SHARES[used], abs=0.01)

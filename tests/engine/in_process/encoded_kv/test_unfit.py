@@ -139,10 +139,10 @@ def test_an_unfit_page_is_not_checked_in_service(machine: Machine, runtime: Runt
     checks = Checks(machine, runtime)
     checks.backed_up(1, _unfit_rows())
     checks.read()
-    assert runtime.quarantine is None
+    assert runtime.weights.quarantine is None
     checks.backed_up(2)
     checks.read()
-    assert runtime.quarantine is not None
+    assert runtime.weights.quarantine is not None
 
 
 KEYS = [f"{i:064x}" for i in range(8)]
@@ -163,8 +163,9 @@ class Server(Host):
         monkeypatch.setattr(metrics.PROBLEMS, "count", self.problems.append)
         monkeypatch.setattr(HybridCacheController, "_page_backup", self._write)
         runtime = SimpleNamespace(
-            weights=SimpleNamespace(suspended=None),
-            page_namespace=lambda weights: bytes(16),
+            weights=SimpleNamespace(
+                present=SimpleNamespace(suspended=None), page_namespace=lambda weights: bytes(16)
+            ),
             writer=bytes(8),
             runner=SimpleNamespace(model_config=SimpleNamespace(context_len=1 << 20)),
         )

@@ -36,7 +36,7 @@ def unmeasured(runtime: Any, monkeypatch: MonkeyPatch) -> Any:
     device = kv_pool()
     device.dtype = torch.bfloat16
     model = MODEL | {"num_hidden_layers": device.layer_num}
-    runtime.config = HCacheConfig()
+    runtime.options.config = HCacheConfig()
     runtime.runner = SimpleNamespace(
         token_to_kv_pool=device,
         dtype=torch.bfloat16,
@@ -61,10 +61,10 @@ def unmeasured(runtime: Any, monkeypatch: MonkeyPatch) -> Any:
 def test_hits_are_judged_by_the_bytes_that_k_and_v_are_stored_in(
     used: str | None, share: float, unmeasured: Any, monkeypatch: MonkeyPatch
 ) -> None:
-    unmeasured.codec = used
+    unmeasured.pages.codec = used
     profile = Profile.model_construct(l3=Rate(per_second=1e6))
     monkeypatch.setattr(start, "find_profile", lambda *_: profile)
-    machine = start._machine(unmeasured, unmeasured.config)
+    machine = start._machine(unmeasured, unmeasured.options.config)
     assert machine is not None and machine.ranks == 2
     layers = unmeasured.runner.token_to_kv_pool.layer_num
     plain = 2 * layers * 2 * 16 * 2  # K and V of a token
@@ -103,7 +103,7 @@ def test_every_group_of_dp_attention_finds_its_profile(
     for first in (True, False):
         group = Group(said, first=first)
         monkeypatch.setattr(parallel_state, "get_attn_tp_group", lambda group=group: group)
-        machines.append(start._machine(unmeasured, unmeasured.config))
+        machines.append(start._machine(unmeasured, unmeasured.options.config))
         said = group.own
     assert looked == [1]
     assert [machine is not None and machine.profile for machine in machines] == [profile, profile]
@@ -113,18 +113,18 @@ def test_an_unreadable_profile_is_an_error_with_any_l3(
     unmeasured: Any, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start, "may_judge", lambda *_: True)
-    unmeasured.config = HCacheConfig(profile=Path("/nowhere/profile.json"))
+    unmeasured.options.config = HCacheConfig(profile=Path("/nowhere/profile.json"))
     with pytest.raises(ConfigError, match="option 'profile': cannot read"):
-        start.judge_hits(unmeasured, unmeasured.config)
+        start.judge_hits(unmeasured, unmeasured.options.config)
     with pytest.raises(ConfigError, match="option 'profile': cannot read"):
-        start.judge_hits(unmeasured, unmeasured.config, "file")
+        start.judge_hits(unmeasured, unmeasured.options.config, "file")
     assert unmeasured.hit_gate is None
 
 
 def test_of_another_l3_only_the_machine_is_known(unmeasured: Any, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(start, "may_judge", lambda *_: True)
     monkeypatch.setattr(start, "find_profile", lambda *_: preset_profile("h100", 1))
-    start.judge_hits(unmeasured, unmeasured.config, "file")
+    start.judge_hits(unmeasured, unmeasured.options.config, "file")
     costs = unmeasured.l3.estimates
     assert costs.read.seconds(1000) is None
     assert costs.prefill.seconds(1000) and costs.load.seconds(1000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -49,12 +50,11 @@ def slices(plan: PartitionPlan) -> Recomputing:
 
 
 def gate_takes(plan: PartitionPlan) -> bool:
-    runtime, pool = server(tp_size=plan.tp)
-    runtime.config = HCacheConfig(restore=plan.restore)
+    asked, config = server(tp_size=plan.tp), HCacheConfig(restore=plan.restore)
     if plan.model.latent:
-        pool.kv_lora_rank = plan.model.latent.rank
+        asked.kvcache.kv_lora_rank = plan.model.latent.rank
     exchanges = plan.tp > 1 and bool(plan.stored.hidden or plan.model.latent)
-    refused = refusal(EAGER, Server(runtime, pool, exchanges=exchanges))
+    refused = refusal(EAGER, replace(asked, config=config, exchanges=exchanges))
     machine = Restore(plan.profile, plan.model, plan.stored, plan.tp)
     gate = Gate(machine, CONFIG.min_gain)
     gate._probes[0].last_read = 100.0  # none is due
@@ -98,9 +98,9 @@ def test_the_plan_counts_the_bytes_of_a_server(name: str, tp: int, codec: Planne
             get_num_kv_heads=lambda ranks: shape.kv_heads // ranks,
         ),
     )
-    runtime = SimpleNamespace(config=HCacheConfig(codec=codec), runner=runner)
-    row_bytes = wanted_codec(runtime, runner).row_bytes  # type: ignore[arg-type]
-    kv_share = encoded_share(runtime, kvcache, 1)  # type: ignore[arg-type]
+    options = HCacheConfig(codec=codec)
+    row_bytes = wanted_codec(options, runner).row_bytes
+    kv_share = encoded_share(Server(runner, options, kvcache), 1)
     server = model_shape(runner, kvcache, row_bytes, kv_share)
     assert server is not None
     plan = stored_shape(name, tp, codec)

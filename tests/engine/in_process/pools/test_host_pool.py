@@ -297,7 +297,7 @@ def test_scales_of_fp8_tell_own_and_plain_pages_apart(
     for scale, found in ((None, 0), (1.5, 0), (2.0, 0), (1.5, 1), (None, 1)):
         attention.k_scale = attention.v_scale = scale
         fields = page_plan.namespace_fields(layout, runtime.runner)
-        own.add(runtime.namespace_of(runtime.weights, **fields))
+        own.add(runtime.weights.namespace_of(runtime.weights.present, **fields))
         with opened(tmp_path, plain, PoolName.KV) as storage:
             assert storage.batch_exists(KEYS[:1]) == found
             storage.batch_set_v1(KEYS[:1], pages(plain, 0, 1))

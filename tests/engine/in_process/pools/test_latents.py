@@ -1,5 +1,6 @@
 """Pages of latents from SGLang's pool of MLA: what each rank keeps, and the start's checks."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from hcache_backend.host.segments import KVSegments
 from hcache_backend.ranks import Refused
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.start.build import OwnPagesStrategy
+from hcache_backend.start.capabilities import Server
 from hcache_backend.start.page_plan import encoded_share, kv_bytes_per_token, kv_codec
 from hcache_kernels.codecs import LATENT, Cut, make_segment_codec
 
@@ -135,10 +137,11 @@ def test_a_start_tries_this_ranks_tokens(shard: Shard, codec: str, dtype: torch.
 def test_the_codec_of_latents(
     codec: str, dtype: torch.dtype, used: str, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool, runtime = latents(dtype), SimpleNamespace(config=HCacheConfig(codec=codec), runner=None)
-    assert kv_codec(runtime, pool, WHOLE, 1, 1) == used  # type: ignore[arg-type]
+    pool = latents(dtype)
+    server = Server(None, HCacheConfig(codec=codec), pool)
+    assert kv_codec(server, WHOLE, 1, 1) == used
     assert why in caplog.text
-    shard = encoded_share(runtime, latents(dtype, 64), 1)  # type: ignore[arg-type]
+    shard = encoded_share(replace(server, kvcache=latents(dtype, 64)), 1)
     assert shard == pytest.approx(0.77 if used == "exp4" else 1.0, abs=0.01)
     assert kv_bytes_per_token(pool) == LAYERS * (RANK + ROPE) * dtype.itemsize
 

@@ -105,8 +105,8 @@ def opened(folder: Path, runtime: Runtime, server: Server, **rank: Any) -> Itera
     shard = server.page_layout.shard
     rank = {"tp_rank": shard.number, "tp_size": shard.of} | rank
     storage = HCacheStorage(storage_config(folder, **rank))
-    runtime.pages = "kv"
-    runtime.page_fields = {"any_ranks": True, "layout": server.page_layout.form}
+    runtime.pages.kind = "kv"
+    runtime.weights.page_fields = {"any_ranks": True, "layout": server.page_layout.form}
     try:
         storage.register_mem_pool_host(server)
         storage.register_mem_host_pool_v2(server, PoolName.KV)
@@ -125,7 +125,7 @@ def test_any_number_of_ranks_reads_any_others(
             groups = head_groups(4, shard, ranks)
             server = Server(shard, groups, hidden=hidden)
             with opened(tmp_path, runtime, server, tp_lcm_size=4) as storage:
-                namespace = runtime.page_namespace()
+                namespace = runtime.weights.page_namespace()
                 before = list(range(number))
                 if before:
                     assert storage.batch_exists(KEYS[: number + 1]) == number

@@ -14,11 +14,13 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolName
 
 from hcache_backend import HCacheStorage
 from hcache_backend.config import ConfigError
+from hcache_backend.fingerprint import Weights
 from hcache_backend.format.units import Shard
 from hcache_backend.prefetch.gate import HitGate
 from hcache_backend.prefetch.hit import Prefetch
 from hcache_backend.sglang import runtime as runtime_module
-from hcache_backend.sglang.runtime import Runtime, Weights
+from hcache_backend.sglang import weights as weights_module
+from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start import attach
 from hcache_backend.tiers import tier as shared_tier
 from tests.engine.in_process.pools.test_own_pages import Server, indices
@@ -104,19 +106,19 @@ def test_what_is_kept_after_a_weight_update_is_not_taken_for_pages_of_the_new_we
     begun, go_on = held(monkeypatch, second.storage._tier.local, "put")
     assert second.read(0) == [True]
     assert begun.wait(SECONDS)
-    earlier, runtime.weights = runtime.weights, Weights(b"v" * 16)
+    earlier, runtime.weights.present = runtime.weights.present, Weights(b"v" * 16)
     go_on.set()
     until(lambda: second.stored() == 1, "the page to be kept")
     value_of(0).unlink()
     assert second.hit(1) == 0
-    runtime.weights = earlier
+    runtime.weights.present = earlier
     assert second.hit(1) == 1
 
 
 def test_while_l3_is_suspended_nothing_is_shared(first: Machine, runtime: Runtime) -> None:
-    runtime.begin_weight_update()
+    runtime.weights.begin_update()
     first.write(0)
-    runtime.caches_were_flushed()
+    runtime.weights.caches_were_flushed()
     first.write(1)
     assert KEYS[1] in values()[0].name
 
@@ -168,13 +170,13 @@ def test_a_decode_server_promises_no_hit_and_writes(
 
 
 def test_each_rank_has_its_share_there(runtime: Runtime, machine: MakeMachine) -> None:
-    runtime.pages = "kv"
+    runtime.pages.kind = "kv"
     for name in ("first", "second"):
         for rank in range(2):
             server = Server(Shard(rank, 2), 2, hidden=True)
-            runtime.page_fields = {"any_ranks": True, "layout": server.page_layout.form}
+            runtime.weights.page_fields = {"any_ranks": True, "layout": server.page_layout.form}
             storage = machine(f"{name}-{rank}", server, tp_rank=rank, tp_size=2).storage
-            namespace = runtime.page_namespace()
+            namespace = runtime.weights.page_namespace()
             if name == "first":
                 server.compute([0, 1], namespace)
                 storage.batch_set_v1(KEYS[:2], indices([0, 1]))
@@ -221,7 +223,7 @@ def test_another_machine_finds_what_nixl_has_and_nothing_that_is_damaged(
         ("runner.kv_cache_dtype", torch.float8_e4m3fn, 0),
         ("runner.server_args.page_size", 2 * PAGE, 0),
         ("runner.model_config.hf_config.to_dict", lambda: {"hidden_size": 8, "rope_theta": 1}, 0),
-        ("weights", Weights(b"v" * 16), 0),
+        ("weights.present", Weights(b"v" * 16), 0),
     ],
 )
 def test_equal_pages_are_shared_and_no_other_one_is_read(
@@ -243,7 +245,7 @@ def test_other_formats_are_not_read(
     first: Machine, machine: MakeMachine, monkeypatch: MonkeyPatch
 ) -> None:
     first.write(0)
-    monkeypatch.setattr(runtime_module, "FORMAT_VERSION", runtime_module.FORMAT_VERSION + 1)
+    monkeypatch.setattr(weights_module, "FORMAT_VERSION", weights_module.FORMAT_VERSION + 1)
     monkeypatch.setattr(runtime_module, "_runtime", unconfigured_runtime())
     second = machine("second")
     assert (second.hit(1), second.read(0)) == (0, [False])
@@ -431,7 +433,7 @@ def test_what_is_distrusted_while_it_is_stored_is_not_shared(
 
     def distrusted(*args: Any, **options: Any) -> Any:
         stored = put(*args, **options)
-        runtime.begin_quarantine("K and V differ")
+        runtime.weights.begin_quarantine("K and V differ")
         until(lambda: "that this server wrote were deleted" in caplog.text, "pages to be deleted")
         return stored
 

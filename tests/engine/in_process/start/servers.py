@@ -6,11 +6,12 @@ from typing import Any
 import torch
 
 from hcache_backend.config import HCacheConfig
+from hcache_backend.start.capabilities import Server
 from tests.engine.in_process.storage_config import server_args
 
 
-def server(**arguments: Any) -> tuple[Any, Any]:
-    """A runtime and a KV pool of a server on a GPU that has every capability."""
+def server(**arguments: Any) -> Server:
+    """A server on a GPU that has every capability."""
     runner = SimpleNamespace(
         server_args=server_args(**arguments),
         model_config=SimpleNamespace(model_is_mrope=False, is_multimodal=False),
@@ -26,4 +27,4 @@ def server(**arguments: Any) -> tuple[Any, Any]:
         k_scale_buffer=None,
         quant_method=SimpleNamespace(),
     )
-    return SimpleNamespace(runner=runner, config=HCacheConfig()), pool
+    return Server(runner, HCacheConfig(), pool)

@@ -44,7 +44,7 @@ def test_a_plain_server_of_a_kind_has_to_be_started_for_us(
     runtime: Runtime,
     monkeypatch: MonkeyPatch,
 ) -> None:
-    runtime.config, runtime.store, runtime.weights = None, None, None
+    runtime.options.config, runtime.store, runtime.weights.present = None, None, None
     vars(runtime.runner.server_args).update(arguments)
     monkeypatch.setattr("hcache_backend.start.attach.resolved", lambda args: args)
     with pytest.raises(ConfigError, match=f"HCACHE_ENABLE=1; with {option} it has to"):
@@ -115,8 +115,8 @@ class TestAnAttach:
     def running(self, runtime: Runtime, tmp_path: Path) -> Runtime:
         options: dict[str, Any] = {"mode": "hidden", "codec": "exp4", "min_gain": 0}
         options["dirs"] = [str(tmp_path / "start")]
-        runtime.config = parse_config(options, "start")
-        runtime.pages = "hidden"
+        runtime.options.config = parse_config(options, "start")
+        runtime.pages.kind = "hidden"
         return runtime
 
     def joined(self, **options: Any) -> HCacheConfig:
@@ -128,15 +128,19 @@ class TestAnAttach:
         return joined.config
 
     def test_inherits_every_option_that_it_does_not_set(self, running: Runtime) -> None:
-        assert self.joined() == running.config
-        assert self.joined(mode="hidden", codec="exp4", check_every_pages=64) == running.config
+        assert self.joined() == running.options.config
+        assert (
+            self.joined(mode="hidden", codec="exp4", check_every_pages=64) == running.options.config
+        )
 
     def test_chooses_the_options_of_the_store(self, running: Runtime, tmp_path: Path) -> None:
         other = tmp_path / "other"
         config = self.joined(dirs=[str(other)], quota_bytes=6, durability="none")
         assert (config.dirs, config.quota_bytes, config.durability) == ((other,), 6, "none")
         assert (config.mode, config.codec) == ("hidden", "exp4")
-        assert self.joined() == running.config, "an attach does not change what the server has"
+        assert self.joined() == running.options.config, (
+            "an attach does not change what the server has"
+        )
 
     def test_every_option_is_followed_or_refused(self, running: Runtime) -> None:
         of_the_store = HCacheConfig.model_fields.keys() - FIXED_AT_START
@@ -159,21 +163,23 @@ class TestAnAttach:
                 self.joined(**{name: value})
 
     def test_may_ask_for_what_auto_chose(self, running: Runtime, tmp_path: Path) -> None:
-        running.config = parse_config({"dirs": [str(tmp_path / "start")], "min_gain": 0}, "start")
-        running.codec = "exp4"
+        running.options.config = parse_config(
+            {"dirs": [str(tmp_path / "start")], "min_gain": 0}, "start"
+        )
+        running.pages.codec = "exp4"
         for options in ({"mode": "auto"}, {"mode": "hidden"}, {"codec": "auto"}, {"codec": "exp4"}):
             self.joined(**options)
         for codec in ("none", "int8"):
             with pytest.raises(ConfigError, match="this server was started with 'auto'"):
                 self.joined(codec=codec)
-        running.pages, running.reason = "kv", "no room"
+        running.pages.kind, running.pages.reason = "kv", "no room"
         for mode in ("auto", "kv"):
             self.joined(mode=mode)
         with pytest.raises(ConfigError, match=NOT_HIDDEN.format("no room")):
             self.joined(mode="hidden")
 
     def test_may_not_ask_for_a_mode_that_the_server_could_not_have(self, running: Runtime) -> None:
-        running.pages, running.reason = "kv", "no room"
+        running.pages.kind, running.pages.reason = "kv", "no room"
         self.joined()
         with pytest.raises(ConfigError, match=NOT_HIDDEN.format("no room")):
             self.joined(mode="hidden")
@@ -181,9 +187,9 @@ class TestAnAttach:
     def test_may_ask_for_the_plain_pages_that_the_server_has(self, running: Runtime) -> None:
         with pytest.raises(ConfigError, match="'plain' but this server runs in hidden mode"):
             self.joined(mode="plain")
-        assert running.config is not None
-        running.config = running.config.model_copy(update={"mode": "auto"})
-        running.use_plain_pages("the KV pool is another one")
+        assert running.options.config is not None
+        running.options.config = running.options.config.model_copy(update={"mode": "auto"})
+        running.pages.use_plain_pages("the KV pool is another one")
         for mode in ("kv", "plain"):
             self.joined(mode=mode)
         with pytest.raises(ConfigError, match=NOT_HIDDEN.format("the KV")):

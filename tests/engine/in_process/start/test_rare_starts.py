@@ -24,7 +24,7 @@ from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.ranks import Refused, all_or_none
 from hcache_backend.sglang import compat, hook_registry, hooks, passes
 from hcache_backend.start import attach, build, capabilities, machine, page_plan
-from hcache_backend.start.capabilities import EAGER, Server, refusal
+from hcache_backend.start.capabilities import EAGER, refusal
 from tests.engine.in_process.start.servers import server
 from tests.engine.in_process.storage_config import server_args, storage_config
 from tests.unit.partition.pipelines import public_model
@@ -69,6 +69,7 @@ def test_sglang_says_whether_graphs_are_recorded(answer: bool, monkeypatch: Monk
 def on_gpu(runtime: Any, monkeypatch: MonkeyPatch) -> Any:
     """A process that records graphs of a model on a GPU."""
     monkeypatch.setattr(build, "graphs_are_off", lambda: False)
+    runtime.options.config = HCacheConfig()
     runtime.runner = SimpleNamespace(device="cuda", is_draft_worker=False, token_to_kv_pool=None)
     return runtime
 
@@ -86,7 +87,7 @@ def test_why_graphs_were_recorded_without_copies_is_told(
     refusal: Any, reason: str, logged: bool, on_gpu: Any, monkeypatch: MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.setattr(build, "refusal", refusal)
-    on_gpu.weights = None
+    on_gpu.weights.present = None
     build.record_copies(on_gpu, on_gpu.runner)
     with pytest.raises(Refused, match=f"without our copies: {reason}"):
         build.check_recording(on_gpu, torch.zeros(1, 8))
@@ -174,8 +175,7 @@ class Unproven(LayerSpecs):
         self._found = [Found(spec, "a spec", None), Found(None, "none", None)]
         self._group, self._report = None, lambda: None
         self.lost: list[str] = []
-        config = SimpleNamespace(projection="auto")
-        self._server = SimpleNamespace(begin_quarantine=self.lost.append, config=config)
+        self._weights = SimpleNamespace(begin_quarantine=self.lost.append)
 
 
 def test_modules_of_several_ranks_run_beside_no_forward_pass(monkeypatch: MonkeyPatch) -> None:
@@ -308,7 +308,8 @@ def test_ranks_whose_hidden_states_differ_share_none(
 def test_latents_that_nobody_exchanges_are_restored_while_l3_is_read(
     arguments: Any, page: int, exchanges: bool, monkeypatch: MonkeyPatch
 ) -> None:
-    runtime, pool = server(**arguments)
+    asked = server(**arguments)
+    pool = asked.kvcache
     vars(pool).update(page_size=page, layer_num=1, kv_lora_rank=8)
     pool.kv_buffer = [torch.zeros(64, 1, 8)]
     ranks: Any = SimpleNamespace(rank_in_group=0, world_size=2, ranks=[0, 1])
@@ -317,7 +318,7 @@ def test_latents_that_nobody_exchanges_are_restored_while_l3_is_read(
     monkeypatch.setattr(page_plan, "Exchange", SimpleNamespace(between=lambda *_: exchange))
     monkeypatch.setattr(page_plan, "attention_ranks", lambda: ranks)
     monkeypatch.setattr(build, "install", lambda hooks: None)
-    start: Any = SimpleNamespace(_kvcache=pool, server=Server(runtime, pool))
+    start: Any = SimpleNamespace(_kvcache=pool, server=asked)
     start.step, start._written = lambda work, *given: work(*given), lambda: torch.arange(page)
     found = build.Start._latent_exchange(start, ranks.world_size)
     assert (found is exchange, found is None) == (exchanges, not exchanges)
@@ -430,7 +431,7 @@ def test_a_profile_that_is_unusable_is_measured_anew(
     assert find() == "a profile"
     monkeypatch.setattr(machine, "_measure", failing(RuntimeError("no room")))
     assert find() == "a profile"  # kept
-    file, runtime.kept_profile = runtime.kept_profile[0], None
+    file, runtime.options.kept_profile = runtime.options.kept_profile[0], None
     (tmp_path / file).write_text("{")
     monkeypatch.setattr(machine, "load_profile", failing(ConfigError("is no profile")))
     assert find() is None
@@ -489,7 +490,10 @@ def test_a_profile_without_l3_is_not_kept(
     """Later starts would not measure it either."""
     monkeypatch.setattr(attach, "write_report", lambda *_: None)
     monkeypatch.setattr(type(runtime), "report", lambda _: SimpleNamespace(model_copy=dict))
-    runtime.kept_profile = "profile.json", preset_profile("h100").model_copy(update={"l3": l3})
+    runtime.options.kept_profile = (
+        "profile.json",
+        preset_profile("h100").model_copy(update={"l3": l3}),
+    )
     joined: Any = SimpleNamespace(runtime=runtime, config=HCacheConfig(dirs=(tmp_path,)))
     attach.leave_report(joined, storage_config(tmp_path))
     assert (tmp_path / "profile.json").exists() is (l3 is not None)
@@ -500,19 +504,20 @@ def test_which_servers_judge_hits(
     monkeypatch: MonkeyPatch, caplog: LogCaptureFixture, missing: str | None
 ) -> None:
     monkeypatch.setattr(machine.hooks, "install", lambda hooks: missing)
-    runtime, _ = server()
-    assert machine.may_judge(runtime) is (missing is None)
+    asked = server()
+    runtime: Any = SimpleNamespace(runner=asked.runner)
+    assert machine.may_judge(runtime, asked.config) is (missing is None)
     said = "every L3 hit is read, even if L3 is slower than computing: a hook is missing"
     assert (said in caplog.text) is (missing is not None)
 
 
 def test_a_measured_partition_knows_the_machine(runtime: Any, monkeypatch: MonkeyPatch) -> None:
     profile, shape = preset_profile("h100", 1), public_model("gpt2")
-    runtime.layer_methods = Restore(profile, shape, Partition(0, 12, 0))
+    runtime.pages.layer_methods = Restore(profile, shape, Partition(0, 12, 0))
     runtime.runner = SimpleNamespace(server_args=server_args(tp_size=2))
     monkeypatch.setattr(machine, "resolved", lambda args: args)
     known = machine._machine(runtime, HCacheConfig())
-    assert known == replace(runtime.layer_methods, ranks=2)
+    assert known == replace(runtime.pages.layer_methods, ranks=2)
 
 
 # ---- seams that are missing ----
@@ -554,10 +559,13 @@ def test_unnoticed_uses_are_said(a_hook_is_missing: None, caplog: LogCaptureFixt
 
 def test_unreadable_weights_refuse_an_attach(runtime: Any, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(attach, "from_all_ranks", lambda said: [said])
-    monkeypatch.setattr(runtime, "read_weights", failing(RuntimeError("weights are gone")))
+    monkeypatch.setattr(runtime.weights, "present", None)
+    gone = failing(RuntimeError("weights are gone"))
+    monkeypatch.setattr(runtime.weights, "read_model", gone)
+    joined: Any = SimpleNamespace(runtime=runtime)
     config: Any = SimpleNamespace(tp_rank=0, pp_rank=0, pp_size=1)
     with pytest.raises(ConfigError, match="weights are gone"):
-        attach._agree(config, None, None)
+        attach._agree(config, joined, None)
 
 
 def test_a_version_that_nobody_knows(monkeypatch: MonkeyPatch) -> None:

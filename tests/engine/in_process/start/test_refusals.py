@@ -28,7 +28,6 @@ from hcache_backend.start.capabilities import (
     JUDGING,
     OWN_PAGES,
     RECOMPUTATION,
-    Server,
     refusal,
 )
 from tests.engine.in_process.start.servers import server
@@ -154,15 +153,15 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
 
 def refusals(changes: dict[str, Any], patch: MonkeyPatch) -> dict[str, str]:
     """The reasons against what a server with these changes cannot have."""
-    runtime, pool = server()
+    asked = server()
     phases = SimpleNamespace(
         decode=SimpleNamespace(backend="full"), prefill=SimpleNamespace(backend="breakable")
     )
-    runner, asked = runtime.runner, Server(runtime, pool)
+    runner, pool = asked.runner, asked.kvcache
     for name, value in changes.items():
         where, _, field = name.rpartition(".")
         if name in HCacheConfig.model_fields:
-            runtime.config = HCacheConfig(**{name: value})
+            asked = replace(asked, config=HCacheConfig(**{name: value}))
         elif name == "allocator":
             asked = replace(asked, allocator=object.__new__(value))
         elif name == "version":
@@ -205,13 +204,13 @@ def test_what_rules_a_capability_out(
 def test_another_backend_recomputes_if_the_servers_own_would_wait(
     own: str, used: str | None
 ) -> None:
-    runtime, pool = server()
-    runtime.runner.attn_backend.prefill_attention_backend_str = own
-    assert Server(runtime, pool).substitute == used
-    pool.dtype = torch.float8_e4m3fn  # Triton's kernel would round queries, too
-    assert Server(runtime, pool).substitute is None
-    pool.device, pool.dtype = "cpu", torch.bfloat16
-    assert Server(runtime, pool).substitute is None
+    asked = server()
+    asked.runner.attn_backend.prefill_attention_backend_str = own
+    assert asked.substitute == used
+    asked.kvcache.dtype = torch.float8_e4m3fn  # Triton's kernel would round queries, too
+    assert asked.substitute is None
+    asked.kvcache.device, asked.kvcache.dtype = "cpu", torch.bfloat16
+    assert asked.substitute is None
 
 
 def test_every_need_is_in_the_matrix() -> None:
@@ -226,11 +225,11 @@ def test_every_need_is_in_the_matrix() -> None:
 def test_the_log_the_metric_and_the_report_say_what_a_server_goes_without(
     runtime: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runtime.use_own_pages({}, "no room")
-    runtime.unused = {RECOMPUTATION: "it is multimodal", EAGER: "option 'restore'"}
+    runtime.pages.use_own_pages("no room")
+    runtime.options.unused = {RECOMPUTATION: "it is multimodal", EAGER: "option 'restore'"}
     with caplog.at_level("INFO", "hcache"):
         capabilities.tell(runtime)
-    without = dict(runtime.unused)
+    without = dict(runtime.options.unused)
     said = "; ".join(f"{name} ({reason})" for name, reason in without.items())
     assert f"hcache: not used: {said}" in caplog.text
     assert runtime.report().unused == without
