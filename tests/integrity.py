@@ -9,7 +9,7 @@ import numpy as np
 from hcache_backend.arena import Arena, _PageState
 
 if TYPE_CHECKING:  # GPU machines may lack what it imports
-    from hcache_backend.prefetch.eager import EagerRestores
+    from hcache_backend.prefetch.reservations import EagerRestores
 
 
 def assert_sound_arena(arena: Arena) -> None:

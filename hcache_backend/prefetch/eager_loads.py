@@ -1,4 +1,4 @@
-"""Eager restores on a server: its prefetches, its allocator, its loads (see prefetch/eager.py)."""
+"""Eager restores on a server: its prefetches, its allocator, its loads."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hcache_backend.arena import Ids
 from hcache_backend.capture.hooks import RecomputedRows
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
 from hcache_backend.host.ports import Controller, DevicePages, HostPool
-from hcache_backend.prefetch import eager
-from hcache_backend.prefetch.eager import EagerRestores
 from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.fronts import Fronts
 from hcache_backend.prefetch.prefetches import Prefetches
+from hcache_backend.prefetch.reader import batch_pages
+from hcache_backend.prefetch.reservations import EagerRestores, launch_pages, until_written
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.report import RunningRestore
@@ -45,7 +45,7 @@ class EagerLoads:
         pages, pool = self._pages, self._pool
         # Not SGLang's stream of loads: that one waits for restores of other requests.
         self._stream = streams.new_stream(pages.device, "eager")
-        at_once = eager.launch_pages(pages.device, pool.page_layout.page_bytes)
+        at_once = launch_pages(pages.device, pool.page_layout.page_bytes)
         self.restores = EagerRestores(pool.page_size, pages, self._launch, self._limit, at_once)
         pages.eager = self.restores
         pool.on_freed.append(self._host_freed)
@@ -92,7 +92,7 @@ class EagerLoads:
     def _begin(self, operation: Any, controller: Controller) -> None:
         host_pages = self._pool.page_ids(operation.host_indices)
         keys = operation.hash_value[: len(host_pages)]
-        if len(keys) <= eager.batch_pages(len(keys)):
+        if len(keys) <= batch_pages(len(keys)):
             keys = []  # it comes in one piece
         meeting = self._prefetches.of(operation).meeting
         if meeting is not None:
@@ -119,7 +119,7 @@ class EagerLoads:
             self._pages.load = None
         if load.prepared is not None and device_indices is None:
             # Another pool had no room: SGLang gives the pages to the next request.
-            eager.until_written(load.prepared.restores)
+            until_written(load.prepared.restores)
         elif load.prepared is not None:
             size, ready = self._pool.page_size, int(load.prepared.ready.sum())
             metrics.TOKENS.count("ready_at_load", ready * size)

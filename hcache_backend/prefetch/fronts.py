@@ -16,10 +16,10 @@ from hcache_backend.capture.hooks import RecomputedRows
 from hcache_backend.host.loads import LoadQueue
 from hcache_backend.host.ports import DevicePages, HostPool
 from hcache_backend.metrics import logger
-from hcache_backend.prefetch.eager import EagerRestores
 from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.meeting import Meeting
 from hcache_backend.prefetch.prefetches import Prefetches
+from hcache_backend.prefetch.reservations import EagerRestores
 from hcache_backend.prefetch.slices import Governor, SliceBudget
 from hcache_backend.prefetch.times import HitTimes
 from hcache_backend.ranks import Proposal, Turn

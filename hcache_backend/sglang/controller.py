@@ -29,10 +29,11 @@ from hcache_backend.host.stages import StagePages
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.hit import Recomputing
 from hcache_backend.prefetch.meeting import Meeting
+from hcache_backend.prefetch.reader import BatchedReads
 from hcache_backend.ranks import smallest
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.host_pool import OwnPagesPool
-from hcache_backend.sglang.reads import BackAck, BatchedReads, Read
+from hcache_backend.sglang.reads import BackAck, Read, of_operation
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.sglang.storage_threads import READ
 from hcache_backend.sglang.tree import token_array
@@ -77,7 +78,7 @@ class OwnPagesController(HybridCacheController, Controller):
         self.checks = [each for each in (stack.checks, stack.kv_checks) if each is not None]
         self._batches: BatchedReads | None = None
         if self.eager is not None:
-            self._batches = BatchedReads(pool.page_size, self._report, runtime.l3)
+            self._batches = BatchedReads(pool.page_size, runtime.l3)
         self.prefix: Prefix = lambda: None  # slots of the tokens before the present load
         self._never_loaded = False  # True: host pages that no load can use are to be evicted
         super().__init__(*hicache, **arguments)
@@ -296,10 +297,11 @@ class OwnPagesController(HybridCacheController, Controller):
         assert self._batches is not None and self.eager is not None
         prefetch = self._runtime.prefetches.of(operation)
         self._read_drafts(operation)
-        ends = prefetch.meeting, self.eager.fronts.until_met
-        probes = prefetch.probed is not None
-        read = self._page_get_zero_copy
-        there = self._batches.transfer(read, operation, *ends, probes=probes)
+        meeting, probes = prefetch.meeting, prefetch.probed is not None
+        get, size = self._page_get_zero_copy, self._pool.page_size
+        read = of_operation(operation, size, get, self._report, back=meeting is not None)
+        until_met = self.eager.fronts.until_met
+        there = self._batches.transfer(read, meeting, until_met, probes=probes)
         self._page_transfer_sidecar(operation, there)  # SGLang's report of other pools
 
     def _read_drafts(self, operation: Any) -> None:

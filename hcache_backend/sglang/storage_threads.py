@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.gate import HitGate, catching
+from hcache_backend.prefetch.reader import batch_pages
 from hcache_backend.sglang.backups import Backups
 from hcache_backend.sglang.hook_registry import Hook, Original
 from hcache_backend.sglang.runtime import current

@@ -11,7 +11,7 @@ from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, Stora
 from sglang.srt.mem_cache.utils import hash_str_to_int64
 
 from hcache_backend import metrics
-from hcache_backend.prefetch.eager import runs
+from hcache_backend.prefetch.reservations import runs
 
 _MOST_PAGES = 100_000  # whose events wait for SGLang; those of further ones are dropped
 

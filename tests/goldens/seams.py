@@ -200,10 +200,11 @@ def _watch_all_reduce(trace: Trace) -> None:
 
 def _watch_work(trace: Trace) -> None:
     """What takes time, and points beside those of SGLang's scheduler."""
+    from hcache_backend.prefetch import reader
     from hcache_backend.prefetch.gate import HitGate
     from hcache_backend.restore.pipeline import RestorePipeline
     from hcache_backend.restore.recompute import Recomputer
-    from hcache_backend.sglang import radix_cache, reads
+    from hcache_backend.sglang import radix_cache
     from hcache_backend.sglang.controller import OwnPagesController
     from hcache_backend.tiers.shared_backend import SharedBackend
 
@@ -229,7 +230,7 @@ def _watch_work(trace: Trace) -> None:
         return original(gate, ended, stalled)
 
     # A batch of a prefetch is read in each turn of the scheduler, however fast the disk is.
-    reads._MOST_STEPS = 1
+    reader._MOST_STEPS = 1
 
     def read(original: Any, controller: Any, operation: Any, keys: Any, *others: Any) -> Any:
         trace.next_turn()
@@ -276,7 +277,7 @@ _l3_pages = Pages()
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller:HybridCacheController"
 _OWN_PAGES = "hcache_backend.sglang.controller:OwnPagesController"
 _STORAGE = "hcache_backend.tiers.storage:HCacheStorage"
-_EAGER = "hcache_backend.prefetch.eager:EagerRestores"
+_EAGER = "hcache_backend.prefetch.reservations:EagerRestores"
 
 
 def _step(work: Any) -> str:

@@ -36,12 +36,12 @@ UNIT = {
         "krul/plugin.py:_ask_next forwards.keep(keys)",
     ],
     "eager": [
-        "prefetch/eager.py:until_written restore.wait()",
+        "prefetch/reservations.py:until_written restore.wait()",
         "restore/report.py:wait current_stream(self.device).wait(event)",
     ],
     "eager, behind what was restored ahead": ["restore/pipeline.py:_recompute forward.wait(event)"],
     "eager, encoded": [
-        "prefetch/eager.py:until_written restore.wait()",
+        "prefetch/reservations.py:until_written restore.wait()",
         "restore/pipeline.py:start stream.keep(tensor)",
         "restore/report.py:wait current_stream(self.device).wait(event)",
     ],

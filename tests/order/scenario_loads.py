@@ -15,7 +15,7 @@ from hcache_backend.arena import Arena
 from hcache_backend.capture.hooks import RecomputedRows
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
 from hcache_backend.plan.restore import Partition, Restore
-from hcache_backend.prefetch.eager import EagerRestores
+from hcache_backend.prefetch.reservations import EagerRestores
 from hcache_backend.restore.recompute import TokenSpan
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.sglang.disaggregation import before_sending_prefix

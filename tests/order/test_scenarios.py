@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from hcache_backend.prefetch import eager
+from hcache_backend.prefetch import reservations
 from hcache_backend.restore.pipeline import RestorePipeline
 from tests.order import edges
 from tests.order.checker import Checker
@@ -40,7 +40,7 @@ def test_of_every_edge_it_is_known_what_is_reported_without_it() -> None:
 def test_a_freed_host_page_is_not_written_before_the_device_is_done_with_it(
     scenario: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eager, "_until_copied", lambda restore: None)
+    monkeypatch.setattr(reservations, "_until_copied", lambda restore: None)
     checker = Checker()
     run(SCENARIOS[scenario], checker)
     assert what in {finding.what for finding in checker.findings}

@@ -14,7 +14,7 @@ from hcache_backend.format.units import WHOLE, Shard
 from hcache_backend.host import segments
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul.segments import PairedSegments
-from hcache_backend.prefetch.eager import EagerRestores, launch_pages
+from hcache_backend.prefetch.reservations import EagerRestores, launch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import host_tensor

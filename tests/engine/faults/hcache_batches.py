@@ -16,28 +16,20 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     one is taken from what may be recomputed, and waits. With a second one, no more than so many
     pages of its front are recomputed.
     """
+    from hcache_backend.prefetch import reader
     from hcache_backend.prefetch.fronts import Fronts
     from hcache_backend.prefetch.meeting import Meeting
-    from hcache_backend.sglang import reads
-    from hcache_backend.sglang.reads import BatchedReads
+    from hcache_backend.sglang import controller as controllers
     from hcache_backend.sglang.runtime import current
 
-    reads._MOST_STEPS = 1  # a quick disk's batches would be read together
-    turn, begin, transfer = Fronts.apply_slices, BatchedReads.__init__, BatchedReads.transfer
+    reader._MOST_STEPS = 1  # a quick disk's batches would be read together
+    turn, made = Fronts.apply_slices, controllers.of_operation
     turns = 0
 
     def counted(self: Any) -> None:
         nonlocal turns
         turn(self)
         turns += 1
-
-    def remembering(self: Any, page_size: int, report: Any, waited: Any) -> None:
-        def remembered(ack: Any) -> None:
-            ack.operation.hcache_reports.append(ack)
-            report(ack)
-
-        self.controller = report.__self__
-        begin(self, page_size, remembered, waited)
 
     def unseen(operation: Any, report: Any) -> bool:
         meeting = current().prefetches.of(operation).meeting
@@ -46,11 +38,11 @@ def keep_in_step(active: Callable[[], bool]) -> None:
         # Other ranks may know of fewer pages: the report has then become that number.
         return bool(operation.completed_tokens < report.completed_tokens)
 
-    def in_step(self: Any, read_pages: Any, operation: Any, *others: Any) -> int:
+    def in_step(controller: Any, read_pages: Any, operation: Any, *others: Any) -> int:
         reports: list[Any] = operation.hcache_reports
 
         def given_up() -> bool:
-            return bool(self.controller.storage_stop_event.is_set() or operation.is_terminated())
+            return bool(controller.storage_stop_event.is_set() or operation.is_terminated())
 
         def wait_while(condition: Callable[[], bool]) -> None:
             while active() and not given_up() and condition():
@@ -63,9 +55,15 @@ def keep_in_step(active: Callable[[], bool]) -> None:
         wait_while(lambda: len(reports) >= _number(0))
         return 0 if given_up() else int(read_pages(operation, *others))
 
-    def stepwise(self: Any, read_pages: Any, operation: Any, *ends: Any, **how: Any) -> int:
+    def stepwise(operation: Any, size: int, read: Any, report: Any, **how: Any) -> Any:
         operation.hcache_reports = []
-        return transfer(self, partial(in_step, self, read_pages), operation, *ends, **how)
+
+        def remembered(ack: Any) -> None:
+            operation.hcache_reports.append(ack)
+            report(ack)
+
+        controller = report.__self__
+        return made(operation, size, partial(in_step, controller, read), remembered, **how)
 
     def begin_meeting(self: Any, pages: int) -> None:
         meets(self, pages)
@@ -80,8 +78,7 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     Meeting.set_pages = begin_meeting  # type: ignore[method-assign]
     Meeting.offer = offer  # type: ignore[method-assign]
     Fronts.apply_slices = counted  # type: ignore[method-assign]
-    BatchedReads.__init__ = remembering  # type: ignore[method-assign]
-    BatchedReads.transfer = stepwise  # type: ignore[method-assign]
+    controllers.of_operation = stepwise  # type: ignore[assignment]
 
 
 def _number(place: int) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.metrics_page import fetch
-from hcache_backend.prefetch.eager import batch_pages
+from hcache_backend.prefetch.reader import batch_pages
 from tests.engine.harness.conversations import Conversation, ask, random_tokens
 from tests.engine.harness.ours import assert_sound_own_pages, faulty, our_server, partition
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hcache_backend.host.loads import Prepared
-from hcache_backend.prefetch.eager import EagerRestores
+from hcache_backend.prefetch.reservations import EagerRestores
 from hcache_backend.streams import StreamFailed
 from tests.kit.prefetch import Restore
 from tests.kit.turns import work

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hcache_backend.host.loads import Prepared
-from hcache_backend.prefetch.eager import EagerRestores
+from hcache_backend.prefetch.reservations import EagerRestores
 from tests.integrity import assert_sound_reservations
 from tests.kit.prefetch import Restore
 from tests.unit.restore.eager_device import (

@@ -11,7 +11,7 @@ import torch
 from hcache_cpu_engine import plugin
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from hcache_backend.prefetch.eager import EagerRestores
+from hcache_backend.prefetch.reservations import EagerRestores
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.sglang.allocator import ReservablePages
 from tests.kit.prefetch import Restore, eager_over

@@ -8,10 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.meeting import Meeting
-from hcache_backend.sglang.reads import BackAck, BatchedReads, apply_reports
+from hcache_backend.prefetch.reader import BatchedReads, batch_pages
+from hcache_backend.sglang.reads import BackAck, apply_reports, of_operation
 from tests.kit.prefetch import Operation
 
 SIZE, MOST_PAGES = 2, 14
@@ -54,8 +54,9 @@ class Rank:
         self._stopped.acquire()
 
     def _run(self) -> None:
-        reads = BatchedReads(SIZE, self.reports.append, L3Progress())  # type: ignore[arg-type]
-        reads.transfer(self._read, self.operation, self.meeting, self._until_met)
+        report: Any = self.reports.append
+        read = of_operation(self.operation, SIZE, self._read, report, back=True)
+        BatchedReads(SIZE, L3Progress()).transfer(read, self.meeting, self._until_met)
         self.done = True
         self._stopped.release()
 

@@ -10,11 +10,11 @@ import torch
 from pytest import MonkeyPatch
 from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 
-from hcache_backend.prefetch.eager import batch_pages
+from hcache_backend.prefetch import reader as reading
 from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.meeting import Meeting
-from hcache_backend.sglang import reads as reading
-from hcache_backend.sglang.reads import BackAck, BatchedReads, apply_reports
+from hcache_backend.prefetch.reader import BatchedReads, batch_pages
+from hcache_backend.sglang.reads import BackAck, apply_reports, of_operation
 from tests.kit.prefetch import Operation
 
 SIZE = 4
@@ -55,8 +55,8 @@ class Rank:
         self.batches: list[int] = []
         self.missing, self.stop_at = missing, stop_at
         self.operation: Any = Stopped(pages, lambda: len(self.batches) == stop_at)
-        reads = BatchedReads(SIZE, self.acks.append, L3Progress())
-        self.pages = reads.transfer(self.read, self.operation)
+        read = of_operation(self.operation, SIZE, self.read, self.acks.append, back=False)
+        self.pages = BatchedReads(SIZE, L3Progress()).transfer(read)
 
     def read(self, operation: Any, keys: list[str], host_indices: torch.Tensor, info: Any) -> int:
         before = operation.hash_value[: int(keys[0])]
@@ -104,11 +104,10 @@ class BackRank:
         self.batches, self.front, self.meeting, self.waited = 0, front, Meeting(), 0.0
         self.operation: Any = Operation(pages, SIZE)
         self.operation.prefix_keys, self.operation.meeting = ["before"], self.meeting
-        reads = BatchedReads(SIZE, self.reports.append, waiting(self._wait))  # type: ignore[arg-type]
-        alone = 2**-10
-        reads.transfer(
-            self.read, self.operation, self.meeting, lambda *_, longest: (share * alone, alone)
-        )
+        report: Any = self.reports.append
+        read = of_operation(self.operation, SIZE, self.read, report, back=True)
+        reads, alone = BatchedReads(SIZE, waiting(self._wait)), 2**-10
+        reads.transfer(read, self.meeting, lambda *_, longest: (share * alone, alone))
 
     def _wait(self, seconds: float) -> None:
         assert seconds >= 0
@@ -165,10 +164,11 @@ def test_a_quick_disk_does_not_seem_slow_by_small_last_reads(monkeypatch: Monkey
         return len(keys)
 
     operation: Any = Operation(16, SIZE)
-    reads = BatchedReads(SIZE, lambda report: None, L3Progress())
+    reads = BatchedReads(SIZE, L3Progress())
+    prefetch = of_operation(operation, SIZE, read, lambda report: None, back=False)
     for _ in range(8):
         sizes.clear()
-        assert reads.transfer(read, operation) == 16
+        assert reads.transfer(prefetch) == 16
     assert sizes == [16]
 
 
@@ -205,13 +205,14 @@ def test_a_probe_reads_a_page_although_the_front_would_have_it_sooner() -> None:
     waited: list[float] = []
     meeting, reports, got = Meeting(), list[Any](), list[list[str]]()
     operation = Stopped(4, lambda: len(waited) == 3)
-    reads = BatchedReads(SIZE, reports.append, waiting(waited.append))
+    reads = BatchedReads(SIZE, waiting(waited.append))
 
     def read(operation: Any, keys: list[str], indices: torch.Tensor, info: Any) -> int:
         got.append(keys)
         return len(keys)
 
-    reads.transfer(read, operation, meeting, lambda *_, longest: (0.0, 1e9), probes=True)
+    prefetch = of_operation(operation, SIZE, read, reports.append, back=True)
+    reads.transfer(prefetch, meeting, lambda *_, longest: (0.0, 1e9), probes=True)
     assert got == [operation.hash_value[-1:]] and len(waited) == 3
     assert [(report.start, report.end) for report in reports] == [(3, 4)]
 
@@ -221,8 +222,9 @@ def test_from_the_back_who_waits_for_the_front_says_so_and_ends_with_the_prefetc
     waited: list[float] = []
     meeting, reports = Meeting(), list[Any]()
     operation = Stopped(4, lambda: len(waited) == 3)
-    reads = BatchedReads(SIZE, reports.append, waiting(waited.append))
+    reads = BatchedReads(SIZE, waiting(waited.append))
     read: Any = None  # nothing is read
-    reads.transfer(read, operation, meeting, lambda *_, longest: (0.0, 1e9))
+    prefetch = of_operation(operation, SIZE, read, reports.append, back=True)
+    reads.transfer(prefetch, meeting, lambda *_, longest: (0.0, 1e9))
     assert len(waited) == 3 and all(0 < seconds < 60 for seconds in waited)
     assert [(report.start, report.end) for report in reports] == [(4, 4)]

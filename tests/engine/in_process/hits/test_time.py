@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -10,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hcache_backend.prefetch import slices as slice_budget
-from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.estimates import Estimates, L3Progress, Reading
 from hcache_backend.prefetch.meeting import Meeting
+from hcache_backend.prefetch.reader import BatchedReads, batch_pages
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.sglang import reads
-from hcache_backend.sglang.reads import BatchedReads, apply_reports
+from hcache_backend.sglang.reads import apply_reports, of_operation
 from hcache_backend.streams import CallerStream, Door, Stream, through
 from tests.engine.in_process.hits.eager_scene import SIZE, Scene, hicache
 from tests.kit.prefetch import Operation
@@ -95,12 +96,14 @@ class Server:
             self.cache.ongoing_prefetch[0] = operation
         tokens, step = self.pages * SIZE, batch_pages(self.pages) * SIZE
         self.l3.reading = Reading(Operation.prefetches.of(operation), 0, tokens, tokens, step, 0, 0)
-        batches = BatchedReads(SIZE, lambda ack: self._report(ack, operation), self.l3)
-        batches.transfer(self.read, operation, meeting, self.eager.fronts.until_met)
+        report = partial(self._report, operation)
+        read = of_operation(operation, SIZE, self.read, report, back=slices)
+        batches = BatchedReads(SIZE, self.l3)
+        batches.transfer(read, meeting, self.eager.fronts.until_met)
         assert operation.completed_tokens == tokens or not slices
         return max(self.now, self.gpu_free)
 
-    def _report(self, ack: Any, operation: Any) -> None:
+    def _report(self, operation: Any, ack: Any) -> None:
         apply_reports([ack], [operation], Operation.prefetches, SIZE)
 
     def know(self, pages: int) -> None:

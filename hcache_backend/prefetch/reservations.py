@@ -32,8 +32,6 @@ from hcache_backend.host.ports import DevicePages
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import StreamFailed
 
-_READ_BATCHES = 16  # of a prefetch, about
-_LEAST_BATCH = 4  # pages of a read at least, if there are as many: disks need parallel requests
 _LAUNCH_SHARE = 4  # a GPU gets a quarter of a hit at a time, or the bytes that its bus copies
 _LAUNCH_BYTES = 64 << 20  # in 2 ms: a launch takes the scheduler thread 0.1 ms
 
@@ -78,11 +76,6 @@ def launch_pages(device: torch.device | str, page_bytes: int) -> Callable[[int],
         return lambda pages: 1
     enough = max(1, _LAUNCH_BYTES // page_bytes)
     return lambda pages: min(enough, -(-pages // _LAUNCH_SHARE))
-
-
-def batch_pages(pages: int) -> int:
-    """Pages of a prefetch of ``pages`` pages to read at a time; at least one."""
-    return min(max(1, pages), max(_LEAST_BATCH, -(-pages // _READ_BATCHES)))
 
 
 @dataclass(eq=False)

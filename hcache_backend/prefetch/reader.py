@@ -1,0 +1,134 @@
+"""How a prefetch is read: in smaller batches than SGLang's 128 pages, so that its first pages are
+known earlier; from the back, if its front is recomputed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hcache_backend.prefetch.estimates import L3Progress
+from hcache_backend.prefetch.meeting import Meeting
+
+_READ_BATCHES = 16  # of a prefetch, about
+_LEAST_BATCH = 4  # pages of a read at least, if there are as many: disks need parallel requests
+_FOUND_TOGETHER = 128  # pages behind a missing one that are read all the same
+_LOOKING_SECONDS = 1e-3  # between two looks at the progress of the front
+_LEAST_SECONDS = 0.01  # of a read, about, because each one has a fixed cost of milliseconds
+_MOST_STEPS = 4  # of a read
+
+UntilMet = Callable[..., tuple[float, float]]  # its arguments are those of Fronts.until_met
+
+
+def batch_pages(pages: int) -> int:
+    """Pages of a prefetch of ``pages`` pages to read at a time; at least one."""
+    return min(max(1, pages), max(_LEAST_BATCH, -(-pages // _READ_BATCHES)))
+
+
+class _InOrder:
+    """Pages of a prefetch that is read from its first one on. Pages behind a missing one are read,
+    too: so the store finds all damaged pages of a batch at once, and they are written again."""
+
+    def __init__(self, pages: int) -> None:
+        self.there = 0  # leading pages that are there
+        self._next, self._end = 0, pages
+
+    def next_batch(self, most: int) -> range:
+        start, self._next = self._next, min(self._next + most, self._end)
+        return range(start, self._next)
+
+    def arrived(self, pages: range, got: int) -> None:
+        if self.there == pages.start:
+            self.there += got
+        if got < len(pages):
+            self._end = min(self._end, pages.start + _FOUND_TOGETHER)
+
+
+@dataclass(frozen=True)
+class PrefetchRead:
+    """A prefetch, for the thread that reads it. Pages are its own, from 0 on."""
+
+    pages: int
+    before: int  # pages of the prompt before it
+    read: Callable[[range], int]  # reads pages; returns the number of leading ones that are there
+    # These pages are there. SGLang's sync thread reduces the reports of all ranks.
+    report: Callable[[range], None]
+    has_ended: Callable[[], bool]
+
+
+@dataclass(eq=False)
+class BatchedReads:
+    """Reads prefetches in smaller batches, for the storage thread."""
+
+    _size: int  # tokens of a page
+    _l3: L3Progress
+    _seconds_per_page: float = math.inf  # of the first read of the last prefetch
+
+    def transfer(
+        self,
+        prefetch: PrefetchRead,
+        meeting: Meeting | None = None,
+        until_met: UntilMet | None = None,
+        *,
+        probes: bool = False,
+    ) -> int:
+        """Read a prefetch in order, or from its last page to the ``meeting``. Every rank makes the
+        same number of reports, even if it reads less: they are reduced together. ``until_met`` is
+        :meth:`.Fronts.until_met`: pages that the front would reach sooner are left to it. One
+        that ``probes`` L3 reads a page first, however slow L3 seems.
+        Returns the number of leading pages that were read in order and are there."""
+        every = prefetch.pages
+        step, order, back = batch_pages(every), _InOrder(every), range(every, every)
+        first = True
+        if meeting is not None:
+            meeting.set_pages(every)
+        for _ in range(0, every, step):
+            left = step * self._steps(step)  # till the next report
+            while left and not prefetch.has_ended():
+                if meeting is None or until_met is None:
+                    pages = order.next_batch(left)
+                elif first and probes:
+                    pages = meeting.next_batch(1)
+                else:
+                    pages = self._next_back(prefetch, meeting, until_met, left)
+                if not pages:
+                    break
+                left -= len(pages)
+                self._l3.reads_next(len(pages) * self._size)
+                begin = time.monotonic()
+                got = prefetch.read(pages)
+                if first and got == len(pages):
+                    self._seconds_per_page = max(time.monotonic() - begin, 1e-6) / got
+                first = False
+                if meeting is None:
+                    order.arrived(pages, got)
+                else:
+                    end = back.stop if got == len(pages) else pages.start + got
+                    back = range(pages.start, end)
+            prefetch.report(range(order.there) if meeting is None else back)
+        return order.there
+
+    def _steps(self, step: int) -> int:
+        """Number of steps of ``step`` pages to read at once; each is reported all the same."""
+        return min(math.ceil(_LEAST_SECONDS / (step * self._seconds_per_page)) or 1, _MOST_STEPS)
+
+    def _next_back(
+        self, prefetch: PrefetchRead, meeting: Meeting, until_met: UntilMet, most: int
+    ) -> range:
+        """Pages to read now; none if the prefetch has ended or the two ends have met. If the front
+        will have all of them sooner than one is read, wait for it, as long as it gets on."""
+        prefix = prefetch.before * self._size
+        start, seen, left = 0.0, time.monotonic(), math.inf
+        while not prefetch.has_ended() and (unread := meeting.unread):
+            if unread < left:
+                start, left = seen, unread
+            together, alone = until_met(meeting, prefix, longest=True)
+            sooner = 0 < alone >= together * (unread + 1)  # than one page is read
+            if not sooner or seen - start > alone:
+                part = int(unread * together / alone) if alone else 1  # which shows the speed
+                return meeting.next_batch(min(most, max(1, part)))
+            time.sleep(_LOOKING_SECONDS)
+            before, seen = seen, time.monotonic()
+            self._l3.waited(seen - before)  # at once: otherwise L3 would seem overdue
+        return range(0)
