@@ -10,12 +10,12 @@ from unittest.mock import patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hcache_backend.prefetch import reader
 from hcache_backend.prefetch import slices as slice_budget
 from hcache_backend.prefetch.estimates import Estimates, L3Progress, Reading
 from hcache_backend.prefetch.meeting import Meeting
 from hcache_backend.prefetch.reader import BatchedReads, batch_pages
 from hcache_backend.prefetch.slices import SliceBudget
-from hcache_backend.sglang import reads
 from hcache_backend.sglang.reads import apply_reports, of_operation
 from hcache_backend.streams import CallerStream, Door, Stream, through
 from tests.engine.in_process.hits.eager_scene import SIZE, Scene, hicache
@@ -120,7 +120,7 @@ def seconds(known: bool, slices: bool, *machine: Any) -> float:
         server.know(server.pages)
     time = SimpleNamespace(monotonic=lambda: server.now, sleep=server.sleep)
     least = patch.object(slice_budget, "_LEAST_TOKENS", 4 * SIZE)  # of four pages, as of 64 tokens
-    with patch.object(reads, "time", time), least:
+    with patch.object(reader, "time", time), least:
         return server.seconds_of_hit(slices=slices)
 
 
