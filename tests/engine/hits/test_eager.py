@@ -180,7 +180,9 @@ def test_an_abort_gives_back_what_was_reserved(case: str, model: Path, server: S
 
 @everywhere
 def test_a_bad_page_ends_what_is_used(case: str, model: Path, server: Server) -> None:
-    for seed, page in ((7, HIT // PAGE - 3), (8, FRONT // PAGE)):
+    # By its estimates the reader may leave all but the last page to the front.
+    pages_read = [HIT // PAGE - 1] if has_front(case) else [HIT // PAGE - 3, FRONT // PAGE]
+    for seed, page in enumerate(pages_read, 7):
         prompt = stored(server, seed)
         token_ids = np.array(prompt[page * PAGE : (page + 1) * PAGE], np.int32).tobytes()
         pages = ours.stored_pages(server.options.log.parent)
