@@ -60,6 +60,15 @@ _YARN: dict[str, Any] = {
 }
 
 
+_DSA: dict[str, Any] = {
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 64,  # of index keys, too
+    "index_topk": 64,
+    "index_n_heads": 4,
+    "index_head_dim": 128,
+}
+
+
 def _gated(kv_heads: int, **extra: Any) -> dict[str, Any]:
     return {**_DECODER, "intermediate_size": 512, "num_key_value_heads": kv_heads, **extra}
 
@@ -300,6 +309,18 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
         n_group=1,
         topk_method="greedy",
         rope_parameters=_YARN,
+    ),
+    # The same with an indexer, which chooses the tokens that a query attends to (DSA).
+    "deepseek_v32": _mla("deepseek_v32", **_DSA, n_shared_experts=1, rope_parameters=_YARN),
+    # GLM-5: every second layer attends to what the indexer of the layer before it chose.
+    "glm_5": _mla(
+        "glm_moe_dsa",
+        **_DSA,
+        n_shared_experts=1,
+        n_group=1,
+        indexer_types=["full", "shared"] * (LAYERS // 2),
+        indexer_rope_interleave=True,
+        rms_norm_eps=1e-6,  # transformers has it in norms of latents, whatever the model's is
     ),
 }
 

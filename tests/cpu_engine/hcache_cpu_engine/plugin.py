@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import attention, fp8, recurrent, reordering, speculation, transfers
+from . import attention, dsa, fp8, recurrent, reordering, speculation, transfers
 
 
 def activate() -> None:
@@ -33,6 +33,7 @@ def activate() -> None:
     speculation.install()
     reordering.install()
     fp8.install()
+    dsa.install()
 
 
 class TorchKernel:

@@ -42,6 +42,7 @@ def install() -> None:
         torch.nn.functional.linear = linear
     elif exact():
         torch.nn.functional.linear = exact_linear
+        torch.bmm = exact_bmm
 
 
 def exact_linear(
@@ -50,6 +51,14 @@ def exact_linear(
     """As `linear`, with one rounding of the result and none before it that would show."""
     product = rows.double() @ weight.double().t()
     return (product if bias is None else product + bias.double()).to(rows.dtype)
+
+
+def exact_bmm(
+    left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As `torch.bmm`, by which MLA's queries and values become latent ones and back."""
+    product = (left.double() @ right.double()).to(left.dtype)
+    return product if out is None else out.copy_(product)
 
 
 def linear(

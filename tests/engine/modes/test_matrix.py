@@ -22,6 +22,7 @@ from hcache_backend.cli.main import app
 from hcache_backend.cli.metrics_page import fetch
 from hcache_backend.plan.restore import Partition, describe
 from hcache_backend.sglang.compat import sglang_version
+from tests.cpu_engine.hcache_cpu_engine import reordering
 from tests.engine.harness.conversations import Conversation, converse, make_conversations, turns_of
 from tests.engine.harness.ours import (
     assert_hidden_mode,
@@ -42,6 +43,7 @@ from tests.engine.harness.ours import (
 )
 from tests.engine.harness.quantised import KINDS, quantised
 from tests.engine.harness.reference import assert_equal_tokens
+from tests.engine.harness.sparse import assert_sparse_output
 
 pytestmark = pytest.mark.engine
 
@@ -64,7 +66,8 @@ class Row:
     talk: tuple[int, int, int] = (2, 3, 200)  # conversations, turns, tokens of a question
     how: dict[str, Any] = field(default_factory=dict)  # of `converse`
     restarts: bool = False  # a second server finds all of them
-    reference: str = "transformers"  # or a "server" without a cache, its "device", or "none"
+    # or a "server" without a cache, its "device", "sparse" attention in PyTorch, or "none"
+    reference: str = "transformers"
     close: float = 0.0  # otherwise: this share of the tokens are the most likely ones
     recomputes: bool = False  # fronts of hits, as metrics say
     files: int | None = None  # number of page files
@@ -241,6 +244,31 @@ CLASSES = [
     row("lfm2", "plain", ONE_TOKEN, **CLASS | STATES | {"page_size": 1, "grid": 1, "files": None}),
 ]
 
+# ---- sparse attention: keys of an indexer are a pool beside the latents ----
+
+SPARSE_POOL = "KV mode, plain pages: the KV pool is a DSATokenToKVPool (FULL)"
+SPARSE: dict[str, Any] = {
+    "attention_backend": "dsa",
+    "hcache": AUTO,
+    "extra_env": {reordering.EXACT: "1"},
+    "reference": "sparse",
+    "files": 40,  # of ten pages of two conversations; index keys are files of their own
+}
+PACKED = {"extra_args": ("--kv-cache-dtype", "fp8_e4m3"), "name": "FP8"}
+
+
+def sparse(model: str, name: str = "", **more: Any) -> Any:
+    """A row; most queries attend to a part of the tokens before them."""
+    return row(model, "plain", SPARSE_POOL, **SPARSE | more, name=f"{model}, {name or 'plain'}")
+
+
+OF_SPARSE = [
+    sparse("deepseek_v32", often=True),
+    # Every second layer has no index keys.
+    sparse("glm_5", **PACKED, often=True),
+    *(sparse(name, "restarts", restarts=True, files=None) for name in ("deepseek_v32", "glm_5")),
+]
+
 # ---- K and V: heads, layouts of host memory, ranks and stages, another L3 ----
 
 KERNEL = {"mem_layout": "layer_first", "io_backend": "kernel"}
@@ -338,7 +366,7 @@ RANKS = [
 # SGLang's Llama does not find the scales of blocks; its Qwen 3 does.
 OF_FP8: dict[str, Any] = {
     "changes": {"num_key_value_heads": HEADS},
-    "extra_env": {"HCACHE_CPU_EXACT_SUMS": "1"},
+    "extra_env": {reordering.EXACT: "1"},
     "talk": (1, 2, 200),
     **BY_SERVER,
 }
@@ -483,7 +511,7 @@ ONE = row(
     name="one at once",
 )
 OF_START = [*FAULTS, *BY_TRITON, ONE]
-ROWS = [*HIDDEN_STATES, *MIXED, *CLASSES, *OF_KV, *LOSSY, *RANKS, *FP8, *OF_START]
+ROWS = [*HIDDEN_STATES, *MIXED, *CLASSES, *OF_SPARSE, *OF_KV, *LOSSY, *RANKS, *FP8, *OF_START]
 
 
 def assert_as_wanted(server: Server, row: Row) -> None:
@@ -520,6 +548,8 @@ def assert_right(row: Row, options: ServerOptions, conversations: Iterable[Conve
         assert likeliest(model, asked) >= row.close
     elif row.reference == "device":
         assert_as_from_the_device(options, asked)
+    elif row.reference == "sparse":
+        assert_sparse_output(options, asked)
     elif options.dtype == "bfloat16":
         assert_no_cache_output_up_to_ties(model, options.log.parent, asked)
     elif row.reference == "transformers":
