@@ -34,7 +34,7 @@ class StartOptions:
     config: HCacheConfig | None  # None: it was started without us
     unused: dict[str, str] = field(default_factory=dict)  # what it goes without, and why
     kept_profile: tuple[str, Profile] | None = None  # measured, and its file's name in a store
-    kept_partition: tuple[str, PartitionRecord] | None = None  # likewise, until a store is known
+    kept_partition: tuple[str, PartitionRecord] | None = None  # likewise; the attach records it
 
 
 @dataclass

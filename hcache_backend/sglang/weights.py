@@ -31,8 +31,8 @@ _REASONS = ("quarantined", "not_restorable", "flush_needed", "stages")
 
 
 class LoadedWeights:
-    """Weights of a model, SGLang's ``runner`` of which is given, and of its draft model. Any thread
-    may ask. ``present``: None until they are read."""
+    """Weights of the model of SGLang's ``runner``, and of its draft model. Any thread may ask.
+    ``present``: None until they are read."""
 
     def __init__(self, runner: Any, present: Weights | None = None) -> None:
         self.runner, self.present = runner, present
