@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from hcache_backend import metrics
 from hcache_backend.fingerprint import (
     TensorDigest,
@@ -27,6 +29,15 @@ from hcache_backend.sglang.arguments import page_size
 from hcache_backend.sglang.groups import new_stage_group
 
 _PENDING = "the weights were updated and not all pipeline stages have sent theirs"
+_INDEX_KEYS = (
+    "SGLANG_DISABLE_DSA_INDEXER_FUSION",
+    "SGLANG_DISABLE_AITER_FUSED_FP8_DSA_INDEXER",
+    "SGLANG_DSA_HIP_DISABLE_PRESHUFFLE",
+    "SGLANG_USE_AITER",
+    "AITER_ENABLE_AOT_GLUON_PA_MQA_LOGITS",
+)
+"""Variables by which SGLang turns index keys by a Hadamard matrix or does not, and writes them in
+rows or in tiles."""
 _REASONS = ("quarantined", "not_restorable", "flush_needed", "stages")
 
 
@@ -63,13 +74,15 @@ class LoadedWeights:
         # Asked for by every batch of pages; building it walks the model's whole configuration.
         key = (digest, repr(sorted(shape.items())))
         if key not in self._namespaces:
+            settings = _settings(self.runner.model_config.hf_config.to_dict())
             made_by = {
                 "format": FORMAT_VERSION,
                 "weights": digest.hex(),
-                "model": _settings(self.runner.model_config.hf_config.to_dict()),
+                "model": settings,
                 "dtype": str(self.runner.dtype),
                 "kv_dtype": str(self.runner.kv_cache_dtype),
                 "page_size": page_size(self.runner.server_args),
+                **_index_keys(settings),
             }
             self._namespaces[key] = namespace({**made_by, **shape})
         return self._namespaces[key]
@@ -242,3 +255,14 @@ def _settings(settings: dict[str, Any]) -> dict[str, Any]:
     """The model's settings without names: the same weights under another name share pages."""
     ignored = {"_name_or_path", "transformers_version", "id2label", "label2id"}
     return {key: value for key, value in settings.items() if key not in ignored}
+
+
+def _index_keys(settings: dict[str, Any]) -> dict[str, object]:
+    """What decides, beside its weights, how a model with sparse attention writes index keys; none
+    of it is usual. Latents of all layers but the first depend on the tokens that were chosen."""
+    if settings.get("index_topk") is None:
+        return {}
+    written = {name: os.environ[name] for name in _INDEX_KEYS if name in os.environ}
+    if torch.version.hip is not None:
+        written["torch"] = "hip"
+    return {"index_keys": written} if written else {}

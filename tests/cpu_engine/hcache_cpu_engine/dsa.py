@@ -229,16 +229,22 @@ def choose_tokens(
 def _queries_and_keys(
     indexer: Any, x: torch.Tensor, q_lora: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As they are quantised, `[n, heads, 128]` and `[n, 128]`. SGLang's own method gives keys
-    without a dimension of heads to RoPE, which only its kernels take."""
+    """As they are quantised, `[n, heads, 128]` and `[n, 128]`. As on a GPU of NVIDIA's, those with
+    interleaved RoPE are not turned by a Hadamard matrix unless a variable says so. (SGLang's own
+    method gives keys without a dimension of heads to RoPE, which only its kernels take.)"""
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.attention.dsa.dsa_indexer import rotate_activation
+
     width = indexer.rope_head_dim
     query = indexer.wq_b(q_lora)[0].view(len(x), indexer.n_heads, indexer.head_dim)
     key = indexer.k_norm(indexer.wk(x)[0])[:, None]
     turned = indexer.rotary_emb(positions, query[..., :width], key[..., :width])
     query, key = (
-        indexer._maybe_rotate(torch.cat((rope.view_as(rows[..., :width]), rows[..., width:]), -1))
+        torch.cat((rope.view_as(rows[..., :width]), rows[..., width:]), -1)
         for rope, rows in zip(turned, (query, key), strict=True)
     )
+    if indexer.is_neox_style or envs.SGLANG_DISABLE_DSA_INDEXER_FUSION.get():
+        query, key = rotate_activation(query), rotate_activation(key)
     return query, key[:, 0].contiguous()
 
 

@@ -12,33 +12,43 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bench.harness.server import ServerOptions
+from tests.cpu_engine.hcache_cpu_engine import reordering
 from tests.engine.harness.conversations import Conversation, turns_of
 from tests.engine.harness.reference import assert_equal_tokens, load_reference
 
 Pool = Literal["bfloat16", "fp8_e4m3"]
 _LARGEST = 448.0
 
+SPARSE: dict[str, Any] = {"attention_backend": "dsa", "extra_env": {reordering.EXACT: "1"}}
+"""Options of a server."""
+PACKED = ("--kv-cache-dtype", "fp8_e4m3")
+"""Arguments for FP8 latents."""
+TURNED = {"SGLANG_DISABLE_DSA_INDEXER_FUSION": "1"}
+"""Environment in which GLM's index keys, too, are turned by a Hadamard matrix."""
+
 
 def assert_sparse_output(options: ServerOptions, asked: Sequence[Conversation]) -> None:
     """Every token of a reply is the model's best one after those before it (float32)."""
-    pool: Pool = "fp8_e4m3" if "fp8_e4m3" in options.extra_args else "bfloat16"
+    pool: Pool = "fp8_e4m3" if PACKED[1] in options.extra_args else "bfloat16"
+    turned = TURNED.items() <= options.extra_env.items()
     for turn in turns_of(asked):
         reply = turn.reply.output_ids
-        logits = sparse_logits(Path(options.model), turn.prompt + reply[:-1], len(reply), pool)
+        tokens = turn.prompt + reply[:-1]
+        logits = _logits(Path(options.model), tokens, len(reply), pool, turned)
         assert_equal_tokens(reply, logits.argmax(-1).tolist())
 
 
-def sparse_logits(model: Path, tokens: list[int], last: int, pool: Pool) -> Any:
+def _logits(model: Path, tokens: list[int], last: int, pool: Pool, turned: bool) -> Any:
     """Logits behind each of the `last` tokens, `[last, vocabulary]`."""
     import torch
 
     reference = load_reference(model)
-    with torch.inference_mode(), _written_out(reference, pool):
+    with torch.inference_mode(), _written_out(reference, pool, turned):
         return reference(input_ids=torch.tensor([tokens]), logits_to_keep=last).logits[0]
 
 
 @contextmanager
-def _written_out(model: Any, pool: Pool) -> Iterator[None]:
+def _written_out(model: Any, pool: Pool, turned: bool) -> Iterator[None]:
     import torch
 
     linear, replaced = torch.nn.functional.linear, []
@@ -52,7 +62,7 @@ def _written_out(model: Any, pool: Pool) -> Iterator[None]:
     for layer in model.model.layers:
         attention = layer.self_attn
         replaced.append((attention, attention.forward))
-        attention.forward = _attention(attention, model, pool, chosen)
+        attention.forward = _attention(attention, model, pool, chosen, turned)
     try:
         yield
     finally:
@@ -61,11 +71,14 @@ def _written_out(model: Any, pool: Pool) -> Iterator[None]:
             attention.forward = forward
 
 
-def _attention(module: Any, model: Any, pool: Pool, chosen: list[Any]) -> Callable[..., Any]:
+def _attention(
+    module: Any, model: Any, pool: Pool, chosen: list[Any], turned: bool
+) -> Callable[..., Any]:
     import torch
 
     width, config = module.qk_rope_head_dim, model.config
     frequencies = model.model.rotary_emb
+    # DeepSeek's indexer; GLM's turns neighbours, and is not turned by a Hadamard matrix.
     by_halves = not getattr(config, "indexer_rope_interleave", False)
 
     def rotate(rows: Any, halves: bool) -> Any:
@@ -87,8 +100,10 @@ def _attention(module: Any, model: Any, pool: Pool, chosen: list[Any]) -> Callab
         """A mask `[n, n]`: which tokens each attends to."""
 
         def prepared(rows: Any) -> Any:
-            turned = torch.cat((rotate(rows[..., :width], by_halves), rows[..., width:]), -1)
-            return _in_fp8((turned.double() @ _hadamard(indexer.head_dim)).to(rows.dtype))
+            rows = torch.cat((rotate(rows[..., :width], by_halves), rows[..., width:]), -1)
+            if by_halves or turned:
+                rows = (rows.double() @ _hadamard(indexer.head_dim)).to(rows.dtype)
+            return _in_fp8(rows)
 
         query = prepared(indexer.wq_b(queries).unflatten(-1, (indexer.n_heads, -1)))
         norm = indexer.k_norm

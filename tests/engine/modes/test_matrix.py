@@ -43,7 +43,7 @@ from tests.engine.harness.ours import (
 )
 from tests.engine.harness.quantised import KINDS, quantised
 from tests.engine.harness.reference import assert_equal_tokens
-from tests.engine.harness.sparse import assert_sparse_output
+from tests.engine.harness.sparse import PACKED, SPARSE, assert_sparse_output
 
 pytestmark = pytest.mark.engine
 
@@ -244,37 +244,47 @@ CLASSES = [
     row("lfm2", "plain", ONE_TOKEN, **CLASS | STATES | {"page_size": 1, "grid": 1, "files": None}),
 ]
 
-# ---- sparse attention: keys of an indexer are a pool beside the latents ----
-
-SPARSE_POOL = "KV mode, plain pages: the KV pool is a DSATokenToKVPool (FULL)"
-SPARSE: dict[str, Any] = {
-    "attention_backend": "dsa",
-    "hcache": AUTO,
-    "extra_env": {reordering.EXACT: "1"},
-    "reference": "sparse",
-    "files": 40,  # of ten pages of two conversations; index keys are files of their own
-}
-PACKED = {"extra_args": ("--kv-cache-dtype", "fp8_e4m3"), "name": "FP8"}
-
-
-def sparse(model: str, name: str = "", **more: Any) -> Any:
-    """A row; most queries attend to a part of the tokens before them."""
-    return row(model, "plain", SPARSE_POOL, **SPARSE | more, name=f"{model}, {name or 'plain'}")
-
-
-OF_SPARSE = [
-    sparse("deepseek_v32", often=True),
-    # Every second layer has no index keys.
-    sparse("glm_5", **PACKED, often=True),
-    *(sparse(name, "restarts", restarts=True, files=None) for name in ("deepseek_v32", "glm_5")),
-]
-
-# ---- K and V: heads, layouts of host memory, ranks and stages, another L3 ----
+# ---- layouts of host memory ----
 
 KERNEL = {"mem_layout": "layer_first", "io_backend": "kernel"}
 DIRECT = {"mem_layout": "layer_first", "io_backend": "direct"}
 PAGES_DIRECT = {"mem_layout": "page_first_direct", "io_backend": "direct"}
 HEADS_KERNEL = {"mem_layout": "page_head", "io_backend": "kernel"}
+
+# ---- sparse attention: keys of an indexer are a pool beside the latents ----
+
+SPARSE_POOL = "KV mode, plain pages: the KV pool is a DSATokenToKVPool (FULL)"
+OF_INDEXERS: dict[str, Any] = SPARSE | {
+    "hcache": AUTO,
+    "reference": "sparse",
+    "files": 40,  # of ten pages of two conversations; index keys are files of their own
+}
+
+
+def sparse(model: str, name: str, **more: Any) -> Any:
+    """A row; most queries attend to a part of the tokens before them."""
+    return row(model, "plain", SPARSE_POOL, **OF_INDEXERS | more, name=f"{model}, {name}")
+
+
+OF_SPARSE = [
+    sparse("deepseek_v32", "bfloat16", often=True),
+    # Every second layer has no index keys.
+    sparse("glm_5", "FP8", extra_args=PACKED, often=True),
+    sparse("deepseek_v32", "FP8", extra_args=PACKED, restarts=True),
+    sparse("glm_5", "bfloat16", restarts=True),
+    # Both ranks have the same latents and index keys, and the first one stores them.
+    sparse("deepseek_v32", "two ranks", tp=2, restarts=True),
+    sparse("glm_5", "two ranks, FP8", tp=2, extra_args=PACKED),
+    *(
+        sparse("deepseek_v32", name, **how, extra_args=PACKED)
+        for name, how in (("layer_first", KERNEL), ("page_first_direct", PAGES_DIRECT))
+    ),
+    sparse("deepseek_v32", "file", l3="file", files=None),
+    sparse("glm_5", "file", l3="file", files=None, extra_args=PACKED),
+]
+
+# ---- K and V: heads, layouts of host memory, ranks and stages, another L3 ----
+
 AUTO_SIZED: dict[str, Any] = {"hicache_ratio": None}
 GROUPED = {"num_key_value_heads": 2}
 OF_KV = [
@@ -583,8 +593,8 @@ def test_conversations_come_back_from_l3(row: Row, model_cache: Path, tmp_path: 
     if row.weights is not None:
         model = quantised(model, tmp_path, row.weights)
     if row.l3 == "file":
-        env = hidden_mode_env(**row.hcache)
-        options = file_backend(model, tmp_path, extra_env=env, **row.options)
+        env = hidden_mode_env(**row.hcache) | row.options.get("extra_env", {})
+        options = file_backend(model, tmp_path, **row.options | {"extra_env": env})
     else:
         options = our_server(model, tmp_path, hcache=row.hcache, **row.options)
     number, turns, tokens = row.talk
