@@ -18,7 +18,7 @@ from typer import Argument, BadParameter, Exit, Option, echo
 
 from hcache_backend.config import Bytes, HCacheConfig, options_from_environment, parse_config
 from hcache_backend.plan import model_config
-from hcache_backend.plan.model_shape import PlannedCodec
+from hcache_backend.plan.model_shape import DSAType, PlannedCodec, dsa_rows
 from hcache_backend.server_report import ServerReport
 from hcache_backend.store import is_store_folder
 
@@ -32,6 +32,7 @@ Dirs = Annotated[list[Path] | None, Option("--dir", "-d", help="Another folder o
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of tables.")]
 Model = Annotated[Path, Option("--model", "-m", help=MODEL_HELP)]
 Codec = Annotated[PlannedCodec, Option(help="Option `codec` of the server.")]
+KVType = Annotated[DSAType, Option("--kv-cache-dtype", help="Option of a server of DSA models.")]
 Ranks = Annotated[int, Option("--tp", min=1, help="Tensor-parallel ranks.")]
 
 _COUNT: TypeAdapter[int] = TypeAdapter(Annotated[Bytes, Field(ge=1)])
@@ -95,15 +96,18 @@ def _count(text: object) -> int:
     raise BadParameter(f"{text!r} must be a whole number from 1, such as 60000, 60K or 1.5M")
 
 
-def served_model(path: Path, tp: int = 1) -> model_config.Model:
-    """A model; raises a Failure if ``tp`` ranks cannot divide its heads."""
+def served_model(path: Path, tp: int = 1, kv: DSAType = "auto", on: str = "") -> model_config.Model:
+    """A model; of DSA with rows of ``kv``, ``on`` a GPU of that name. Raises a Failure if ``tp``
+    ranks cannot divide its heads, or it cannot have ``kv``."""
     model = model_config.read_model(path)
     shape = model.shape
     if shape.heads % tp:
         raise Failure(f"--tp {tp}: must divide the model's {shape.heads} attention heads")
     if not shape.latent and shape.kv_heads % tp and tp % shape.kv_heads:
         raise Failure(f"--tp {tp}: must divide the {shape.kv_heads} KV heads, or be a multiple")
-    return model
+    if kv != "auto" and not shape.index_bytes:
+        raise Failure(f"--kv-cache-dtype {kv}: only DSA models are planned with another than auto")
+    return model._replace(shape=dsa_rows(shape, kv, on))
 
 
 def output(

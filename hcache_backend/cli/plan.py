@@ -15,7 +15,7 @@ from hcache_backend.cli.common import Failure, say, table
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.file import file_layout
 from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer
-from hcache_backend.format.units import Segment, units_per_group
+from hcache_backend.format.units import WHOLE, Segment, SegmentTable, units_per_group
 from hcache_backend.plan.model_shape import PAGE_TOKENS, ModelShape, PlannedCodec, encoded
 from hcache_backend.plan.plan import LENGTHS, PartitionPlan, RestorePath
 from hcache_backend.plan.profile import PRESETS, Profile, Rate, load_profile, preset_profile
@@ -41,11 +41,12 @@ def plan(
     tp: common.Ranks = 1,
     restore: Annotated[RestorePath, Option(help="Option `restore` of the server.")] = "auto",
     codec: common.Codec = "auto",
+    kv: common.KVType = "auto",
     as_json: common.AsJson = False,
 ) -> None:
     """Plan which layers to store as hidden states, as KV, or not at all; predict restore times."""
-    shape, sides, dtype, *_, weights = served = common.served_model(model, tp)
     profile, card, extra = _profile(hardware, ssds), PRESETS.get(hardware.lower()), []
+    shape, sides, dtype, *_, weights = served = common.served_model(model, tp, kv, profile.device)
     memory = card and card.memory
     if memory is not None and weights > tp * memory:
         cards = f"{tp} card(s) of {memory / 1e9:.0f} GB"
@@ -55,8 +56,9 @@ def plan(
         extra.append("float32 is planned as 16 bits: so SGLang serves it on a GPU")
     plain, shape = shape, encoded(shape, codec, dtype, tp=tp)
     if shape == plain and codec not in ("auto", "none"):
-        extra.append(f"codec {codec} does not apply to {dtype}; planned without it")
+        extra.append(f"codec {codec} is not for {shape.attention} in {dtype}; planned without it")
     result = PartitionPlan(profile, shape, tokens, tp, restore, sides)
+    result = result.plain if shape.index_bytes else result
     report = result.report()
     report["notes"][:0] = extra
     start = start_steps(result, served, memory)
@@ -261,10 +263,12 @@ def sizing(
     """Room for ``conversations`` of ``tokens`` tokens, of which full pages are kept. ``model`` is
     without a codec and served in ``dtype``: ``bfloat16``, ``float16`` or ``float32``. The device's
     KV pool has ``device_tokens`` (SGLang's ``max_total_num_tokens``)."""
+    pages, given = conversations * (tokens // page_size), device_tokens or 0
+    if model.index_bytes:
+        return _plain_sizing(model, pages, given, page_size)
     layout = page_layout(model, dtype, partition, page_size=page_size, codec=codec, tp=tp)
     shard, plain = layout.shard, model.kv_bytes * _heads_of_rank(model, tp) // model.kv_heads
     files = shard.of if model.latent or not partition.kv else tp  # K and V are a rank's own heads
-    pages, given = conversations * (tokens // page_size), device_tokens or 0
     page_bytes = layout.stride  # in host memory
     # SGLang's pool has a page more than it gives out.
     on_device, pool = given // page_size + 1, given * partition.layers * plain
@@ -277,6 +281,16 @@ def sizing(
     return Sizing(layout.page_bytes, pages, *host, file_bytes, files, files * file_bytes)
 
 
+def _plain_sizing(model: ModelShape, pages: int, given: int, page_size: int) -> Sizing:
+    """Of a DSA model: a file of latents and one of index keys. SGLang's options count latents."""
+    row, keys = model.layers * model.kv_bytes, model.index_bytes
+    tables = (SegmentTable((Segment(page_size * size),)) for size in (row, keys))
+    file_bytes = sum(file_layout(table, WHOLE).file_bytes for table in tables)
+    page_bytes, least = page_size * (row + keys), row * max(pages * page_size, given + page_size)
+    host = 0, pages * page_bytes, least, least / (given * row) if given else None
+    return Sizing(page_bytes, pages, *host, file_bytes, 2 * pages, pages * file_bytes)
+
+
 def size(
     model: Annotated[Path, Argument(help=common.MODEL_HELP)],
     conversations: Annotated[int, common.counted("Conversations to keep.")],
@@ -284,13 +298,14 @@ def size(
     device_tokens: Annotated[int | None, common.counted("Tokens in the GPU's KV pool.")] = None,
     mode: Annotated[Mode, Option(help="Option `mode` of the server.")] = "auto",
     codec: common.Codec = "auto",
+    kv: common.KVType = "auto",
     tp: common.Ranks = 1,
     page_size: Annotated[int, Option(min=1, help="Option --page-size of the server.")] = 64,
     folders: Annotated[int, Option(min=1, help="Folders of the page store.")] = 1,
     as_json: common.AsJson = False,
 ) -> None:
     """Compute the host memory and the disk that conversations take."""
-    shape, sides, dtype, *_ = common.served_model(model, tp)
+    shape, sides, dtype, *_ = common.served_model(model, tp, kv)
     smaller = encoded(shape, codec, dtype, tp=tp, page_size=page_size).hidden_is_smaller
     layers = shape.layers - (0 if sides is None else sides.layers)
     hidden = not (shape.latent or sides) and (mode == "hidden" or (mode == "auto" and smaller))
@@ -321,6 +336,8 @@ def size(
     if tp > shape.kv_heads and not (hidden or shape.latent):
         each = f"each of the {shape.kv_heads} KV heads is stored by {tp // shape.kv_heads} ranks"
         lines.append(f"Disk and host memory have K and V several times: {each}")
+    if shape.index_bytes:
+        lines.append(f"--hicache-size is without index keys, {shape.index_bytes:,} bytes a token")
     if sides is not None:
         lines.append(
             f"Not counted, of the {sides.layers} other layers: a {sides.kind} behind each prompt "

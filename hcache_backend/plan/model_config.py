@@ -43,7 +43,8 @@ _NOT_GATED = _FOUR_WIDE | {"gpt_neox", "nemotron", "opt", "persimmon", "phi", "s
 # Layers with a state, instead of a KV cache that grows with every token.
 _STATE_LAYERS = frozenset(("linear_attention", "mamba", "mamba2", "recurrent", "conv", "rwkv"))
 _WINDOW_LAYERS = frozenset(("sliding_attention", "chunked_attention", "local_attention"))
-_FULL_LAYERS = frozenset(("full_attention", "attention", "global_attention", "full"))
+_DSA_LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
+_FULL_LAYERS = frozenset(("full_attention", "attention", "global_attention", "full")) | _DSA_LAYERS
 # Architectures whose windows SGLang keeps in a pool of their own. Windows of others take K and V of
 # all tokens, as full attention does.
 _WINDOW_POOLS = (
@@ -131,6 +132,7 @@ def shape_from_config(table: Mapping[str, Any], source: str, *, states: bool = F
         gated=fields.family not in _NOT_GATED,
         element_bytes=4 if _dtype(fields) == "float32" else 2,
         latent=latent,
+        index_bytes=_index_bytes(fields, loops) if latent else 0,
         windowed=_windowed(fields),
     )
 
@@ -241,6 +243,22 @@ def _latent(fields: _Fields) -> Latent | None:
     rope_dim = fields.integer("head size of RoPE", ("qk_rope_head_dim",))
     query_rank = fields.integer("width of the query latent", ("q_lora_rank",), 0)
     return Latent(rank=rank, rope_dim=rope_dim, query_rank=query_rank or None)
+
+
+def _index_bytes(fields: _Fields, loops: int) -> int:
+    """Of a token's index keys. Layers that take the tokens that one before chose have none."""
+    if fields.value("index_topk") is None:
+        return 0
+    width = fields.integer("size of an index key", ("index_head_dim",))
+    layers = range(loops * fields.integer("number of layers", _LAYERS))
+    every = fields.integer("layers that share", ("cli_factor", "index_topk_freq"), 1)
+    least = 2 if fields.value("cli_factor") is None else 1
+    first = fields.integer("first layers", ("index_skip_topk_offset",), least)
+    shared = [max(layer - first + 1, 0) % every > 0 for layer in layers]
+    kinds = fields.value("indexer_types") or fields.value("index_topk_pattern")
+    if isinstance(kinds, (list, str)):
+        shared = [kind in ("shared", "S") for kind in kinds[: len(layers)]]
+    return (len(layers) - sum(shared)) * (width + width // 128 * 4)  # in FP8, with scales
 
 
 def _head_dim(fields: _Fields, hidden: int, heads: int) -> int:

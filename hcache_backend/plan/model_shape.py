@@ -14,6 +14,7 @@ from hcache_backend.format.units import units_per_group
 PAGE_TOKENS = 64  # of a page, by default
 CLEARLY_LESS = 0.99  # codecs round units to whole words: smaller differences are noise
 PlannedCodec = Literal["auto", "none", "exp3", "exp4", "int8", "fp8"]  # krul is not planned
+DSAType = Literal["auto", "bfloat16", "fp8_e4m3"]  # option --kv-cache-dtype of DSA models
 
 
 class Latent(BaseModel):
@@ -52,15 +53,16 @@ class ModelShape(BaseModel):
     element_bytes: int = Field(default=2, gt=0)  # of a value of hidden states, and of K and V
     hidden_row_bytes: int | None = Field(default=None, gt=0)  # stored, if a codec changes them
     kv_element_bytes: int | None = Field(default=None, gt=0)  # of K and V, if it differs
-    kv_row_bytes: int | None = Field(default=None, gt=0)  # as hidden_row_bytes
+    kv_row_bytes: int | None = Field(default=None, gt=0)  # as hidden_row_bytes; of DSA as in a pool
+    index_bytes: int = Field(default=0, ge=0)  # of DSA's index keys of a token, in all layers
     latent: Latent | None = None
     windowed: bool = False  # some layers attend to a window; they are planned as if they did not
 
     @property
     def attention(self) -> str:
-        """``MHA``, ``GQA``, ``MQA`` or ``MLA``."""
+        """``MHA``, ``GQA``, ``MQA``, ``MLA`` or ``DSA``."""
         if self.latent:
-            return "MLA"
+            return "DSA" if self.index_bytes else "MLA"
         if self.kv_heads == self.heads:
             return "MHA"
         return "MQA" if self.kv_heads == 1 else "GQA"
@@ -88,7 +90,8 @@ class ModelShape(BaseModel):
     @property
     def as_it_is(self) -> ModelShape:
         """The shape without a codec."""
-        return self.model_copy(update={"hidden_row_bytes": None, "kv_row_bytes": None})
+        plain = {"hidden_row_bytes": None, "kv_row_bytes": None}
+        return self if self.index_bytes else self.model_copy(update=plain)
 
     @property
     def hidden_is_smaller(self) -> bool:
@@ -141,7 +144,7 @@ def encoded(
     The model is served in ``dtype``; each of ``tp`` ranks encodes its own heads."""
     if codec == "auto":
         codec = "exp3" if dtype == "bfloat16" else "none"
-    if codec == "none":
+    if codec == "none" or shape.index_bytes:  # DSA models have plain pages
         return shape
     # Not above: most plans need no torch, which takes seconds to import.
     import torch
@@ -169,3 +172,16 @@ def encoded(
             plain = 2 * width * page_size * values.itemsize
             found["kv_row_bytes"] = round(segments.segment_bytes / plain * shape.kv_bytes)
     return shape.model_copy(update=found)
+
+
+def dsa_rows(shape: ModelShape, kv_cache_dtype: DSAType, device: str = "") -> ModelShape:
+    """``shape``, with rows of DSA as SGLang has them on ``device``: ``auto`` is FP8 on Blackwell.
+    FP8 has scales, and RoPE in bfloat16; but not on AMD, or Blackwell without GLM on RTX cards."""
+    if not shape.latent or not shape.index_bytes:
+        return shape
+    rank, rope = shape.latent.rank, shape.latent.rope_dim
+    new = any(name in device for name in ("B200", "B300", "Blackwell", "RTX 50"))
+    raw = (new or "MI3" in device) and not (shape.family == "glm_moe_dsa" and "RTX" in device)
+    fp8 = rank + rope if raw else rank + rank // 128 * 4 + 2 * rope
+    plain = kv_cache_dtype == "bfloat16" or (kv_cache_dtype == "auto" and not new)
+    return shape.model_copy(update={"kv_row_bytes": 2 * (rank + rope) if plain else fp8})

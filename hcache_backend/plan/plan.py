@@ -141,7 +141,10 @@ class PartitionPlan:
                 )
             instead = describe(partition, model.latent)
             found.append(f"hidden states do not pay: {reason}; instead: {instead}")
-        if model.latent:
+        if model.index_bytes:
+            found.append(f"DSA: plain pages; index keys take {model.index_bytes:,} bytes a token")
+            found.append("computing is planned without the indexer, with attention to all tokens")
+        elif model.latent:
             found.append("MLA pools are served in KV mode: of a page each rank keeps a part")
         if self.sides:
             read, copied = (1e3 * seconds for seconds in self.machine.sides_seconds(self.l3))
@@ -160,7 +163,7 @@ class PartitionPlan:
                 f"the profile was measured with another shape ({measured.family}, hidden size "
                 f"{measured.hidden}): its rates are taken over"
             )
-        if self.tp > 1 and not self.profile.gathers:
+        if self.tp > 1 and not (self.profile.gathers or model.index_bytes):
             found.append(
                 "without NVLink the ranks' shares are gathered over their buses: planned as if "
                 "every rank loaded whole hidden states"

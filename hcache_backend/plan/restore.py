@@ -58,7 +58,8 @@ class Partition:
 
     def bytes_per_token(self, model: ModelShape) -> int:
         """Stored bytes of a token."""
-        return self.hidden * model.hidden_bytes + self.kv * model.kv_bytes
+        index = model.index_bytes if self.kv else 0
+        return self.hidden * model.hidden_bytes + self.kv * model.kv_bytes + index
 
     def recomputing(self, first: int) -> Partition:
         """This partition with the first ``first`` layers recomputed, although they are stored."""
@@ -256,6 +257,7 @@ class Restore:
         kv_share = 1.0 if model.latent else -(-model.kv_heads // ranks) / model.kv_heads
         hidden_share = 1 / ranks if profile.gathers else 1.0
         loaded = hidden_share if model.latent else kv_share
+        kv_bytes = model.kv_bytes + model.index_bytes / model.layers
         projection = model.projection_flops * kv_share
         # A mean of all layers, of which those with sides do not attend to all tokens.
         attending = 1 - self.sides.layers / model.layers if self.sides else 1
@@ -266,7 +268,7 @@ class Restore:
         last = profile.projection.time(tokens * (model.query_flops / ranks + projection))
         costs = LayerCosts(
             io_h=profile.hidden_copy.time(tokens * model.hidden_bytes * hidden_share),
-            io_kv=profile.kv_load.time(tokens * model.kv_bytes * loaded),
+            io_kv=profile.kv_load.time(tokens * kv_bytes * loaded),
             c_h=profile.projection.time(tokens * projection),
             c_tok=c_tok,
             c_tok_last=None if self.paper else min(c_tok, last),
@@ -274,7 +276,7 @@ class Restore:
         if profile.l3 is None or l3 == "none":
             return costs
         l3_h = profile.l3.time(tokens * model.hidden_bytes)
-        l3_kv = profile.l3.time(tokens * model.kv_bytes)
+        l3_kv = profile.l3.time(tokens * kv_bytes)
         if l3 == "overlapped":
             return costs._replace(io_h=max(costs.io_h, l3_h), io_kv=max(costs.io_kv, l3_kv))
         return costs._replace(l3_h=l3_h, l3_kv=l3_kv)

@@ -49,4 +49,4 @@ def start_steps(plan: PartitionPlan, served: Model, memory: float | None) -> lis
         StartStep("measured profile", (len(OPERATIONS) + 2) * START_SECONDS, once),
         StartStep("compiled kernels", compiled, "first of a machine"),
         StartStep(f"{host / 1e9:,.0f} GB pinned", host / PINNED_PER_SECOND, each),
-    ]
+    ][:: 2 if model.index_bytes else 1]  # plain pages have neither checks nor kernels

@@ -195,7 +195,7 @@ def find_profile(
             raise ConfigError(f"hcache: option 'profile': {error}") from None
     device, options = torch.device(kvcache.device), runtime.options
     # Bytes of pages are not measured: partitions and hits have one profile, whatever the codec.
-    measured = shape.model_dump_json(exclude={"hidden_row_bytes", "kv_row_bytes"})
+    measured = shape.model_dump_json(exclude={"hidden_row_bytes", "kv_row_bytes", "index_bytes"})
     digest = hashlib.sha256(f"{device_name(device)} {measured}".encode()).hexdigest()
     file = f"profile-{digest[:12]}.json"
     if options.kept_profile is not None and options.kept_profile[0] == file:

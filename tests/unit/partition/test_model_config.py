@@ -36,6 +36,8 @@ DEEPSEEK = json.loads((CONFIGS / "deepseek-v3.json").read_text())
         ("gemma-3-12b", "GQA", 48, 7680, 8192, None),
         ("falcon-7b", "MQA", 32, 9088, 256, 6.922 - 0.295),
         ("deepseek-v3", "MLA", 61, 14336, 1152, 37 - 0.927),
+        ("deepseek-v3.2", "DSA", 61, 14336, 1152, 37 - 0.927),  # without the indexer's
+        ("glm-5", "DSA", 78, 12288, 1152, None),
     ],
 )
 def test_bytes_and_flops_are_those_of_the_public_model(

@@ -69,7 +69,8 @@ def plain_ms(path: Path | str, hardware: str, *, ssds: int, tokens: int, tp: int
     shape, sides, *_ = read_model(path)
     values = 2 if shape.element_bytes == 4 else shape.element_bytes
     layers = shape.layers - (sides.layers if sides else 0)
-    size = tokens * layers * shape.kv_width * values + (sides.size if sides else 0)
+    row = layers * shape.kv_width * values + shape.index_bytes
+    size = tokens * row + (sides.size if sides else 0)
     of_rank = size if shape.latent else size / tp
     reading = size / (ssds * 6.9e9) if ssds else 0
     return 1e3 * (reading + of_rank / preset_profile(hardware).kv_load.per_second)
@@ -178,10 +179,11 @@ def test_every_architecture_is_planned(path: Path, hardware: str) -> None:
     layers, sizes = found["layers"], found["bytes_per_token_and_layer"]
     stored = found["model"]["layers"] - (found["sides"]["layers"] if found["sides"] else 0)
     assert sum(layers.values()) == stored
+    keys = found["model"]["index_bytes"]
     assert found["bytes_per_token"] == (
-        layers["hidden"] * sizes["hidden"] + layers["kv"] * sizes["kv"]
+        layers["hidden"] * sizes["hidden"] + layers["kv"] * sizes["kv"] + keys
     )
-    assert found["kv_bytes_per_token"] == stored * sizes["kv"]
+    assert found["kv_bytes_per_token"] == stored * sizes["kv"] + keys
     assert found["binds"] in ("compute", "bus", "l3")
     times = found["predicted_ms"]
     assert times["plain"] == pytest.approx(plain_ms(path.stem, hardware, ssds=1, tokens=1024))
@@ -200,6 +202,23 @@ def test_where_hidden_states_do_not_pay_the_plan_says_so() -> None:
     assert "14,336 bytes per token and layer, latents 882 (MLA)" in note
     assert "61 layers loaded as latents" in note
     assert any("served in KV mode" in note for note in found["notes"])
+
+
+# That these are SGLang's bytes: tests/engine/in_process/pools/test_dsa_bytes.py.
+@pytest.mark.parametrize(
+    ("name", "gpu", "row"), [("deepseek-v3.2", "h200", 1152), ("glm-5", "rtx5090", 656)]
+)
+def test_dsa_models_have_plain_pages_of_latents_and_keys(name: str, gpu: str, row: int) -> None:
+    found = plan(name, gpu, "--tp", 8, "--ssds", 4, "--tokens", "60K")
+    size = found["model"]["layers"] * (row + 132)
+    assert {found[f"{which}bytes_per_token"] for which in ("", "kv_", "plain_")} == {size}
+    times = 60e6 * size / (4 * 6.9e9), 60e6 * size / preset_profile(gpu).kv_load.per_second
+    assert (found["busy_ms"]["l3"], found["busy_ms"]["bus"]) == pytest.approx(times)
+    assert found["predicted_ms"]["mix"] == pytest.approx(sum(times)) and found["l3"] == "first"
+    assert "self-checks" not in {step["name"] for step in found["start"]}
+    assert "without the indexer" in " ".join(found["notes"])
+    given = ("-m", CONFIGS / "deepseek-v3.json", "-w", gpu, "--kv-cache-dtype", "bfloat16")
+    assert "only DSA models are planned with another than auto" in said("plan", *given)
 
 
 # Layers with pages, and what a hit needs besides.
@@ -337,14 +356,15 @@ def test_hits_that_take_longer_than_computing_them_are_refused(
     ("name", "codec", "told"),
     [
         ("llama-3-8b", "auto", "K and V 2,936 (4,096 plain)"),
-        ("llama-2-7b", "exp4", "- codec exp4 does not apply to float16"),
-        ("deepseek-v3", "fp8", "- codec fp8 does not apply to"),  # latents
+        ("llama-2-7b", "exp4", "- codec exp4 is not for MHA in float16"),
+        ("deepseek-v3", "fp8", "- codec fp8 is not for MLA in bfloat16"),
+        ("glm-5", "exp4", "- codec exp4 is not for DSA in bfloat16"),
     ],
 )
 def test_a_codec_that_applies_or_does_not_is_told(name: str, codec: str, told: str) -> None:
     options = ("-w", "h100", "--ssds", 1, "--codec", codec)
     shown = hcache("plan", "-m", CONFIGS / f"{name}.json", *options).stdout
-    assert told in shown and ("does not apply" in shown) is (codec != "auto")
+    assert told in shown and ("- codec" in shown) is (codec != "auto")
 
 
 def test_float32_models_are_served_in_16_bits_on_a_gpu(tmp_path: Path) -> None:
