@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from bench.harness.models import build_model
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.main import app
+from hcache_backend.cli.metrics_page import fetch
 from hcache_backend.format.envelope import parse_name
 from tests.engine.harness import ours
 from tests.engine.harness.conversations import (
@@ -184,7 +185,8 @@ def test_index_keys_are_older_than_the_weights_after_an_update(
 def test_a_fresh_server_finds_what_the_folder_has(
     kept: Kept, model_cache: Path, tmp_path: Path
 ) -> None:
-    """Index keys of the last turn are gone, and the store knows it: a hit ends before them."""
+    """Index keys of the last turn are gone, and the store knows it: a hit ends before them, and no
+    more is promised."""
     [conversation] = make_conversations(1, turns=3, tokens=200)
     options = kept.options(model_cache, tmp_path)
     with Server(options) as server:
@@ -194,9 +196,12 @@ def test_a_fresh_server_finds_what_the_folder_has(
         server.kill()
     unlinked([path for path in files(tmp_path, "index") if path not in older])
     CliRunner().invoke(app, ["verify", "--repair", "--dir", str(tmp_path / "l3")])
-    with Server(kept.options(model_cache, tmp_path, "again")) as server:
+    with Server(kept.options(model_cache, tmp_path, "again", metrics=True)) as server:
         whole = conversation.turns[2].prompt
-        again = [*ask(server, [whole]), *ask(server, [whole])]
+        again = ask(server, [whole])
+        counted = fetch(server.url).counters["l3_tokens"]
+        assert (counted["found"], counted["other_pool"]) == (6 * PAGE, 3 * PAGE)
+        again = [*again, *ask(server, [whole])]
     assert [turn.cached.storage for turn in turns_of(again)] == [6 * PAGE, 9 * PAGE]
     assert_sparse_output(options, [conversation, *again])
 
