@@ -56,6 +56,7 @@ class Prefetches:
         self.fetching: dict[str, Held] = {}  # the others whose prefetches are not over
         self.held_tokens = 0  # those of a node count once: one of its requests may hold none
         self.releasable = 0  # of these, that batches alone let go: they wait for no answer
+        self.releasable_nodes = 0
         # By node: requests, those of them that batches let go, most tokens.
         self._holds: dict[Hashable, tuple[int, int, int]] = {}
         # SGLang's requests that wait, as far as is known; behind None for their decode servers.
@@ -157,12 +158,14 @@ class Prefetches:
         requests, freeing, most = self._holds.pop(held.node, (0, 0, 0))
         self.held_tokens -= most
         self.releasable -= most if freeing else 0
+        self.releasable_nodes -= freeing > 0
         requests, freeing = requests + holds - held_before, freeing + free - free_before
         if requests:
             most = max(most, held.tokens)
             self._holds[held.node] = requests, freeing, most
             self.held_tokens += most
             self.releasable += most if freeing else 0
+            self.releasable_nodes += freeing > 0
 
     def forget_request(self, request_id: str) -> None:
         """A new request comes; a refused one may have had its id."""

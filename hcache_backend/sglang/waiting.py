@@ -8,7 +8,7 @@ an answer stays in HiCache's queue until there is room. All ranks, and pipeline 
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Container, Hashable, Sequence
 from functools import partial
 from itertools import chain, compress, count, filterfalse, islice, starmap
 from operator import is_not
@@ -45,13 +45,14 @@ def with_room(cache: Any, prefetches: Prefetches, answered: int | None) -> int |
     if queued[:known] != prefetches.answers:  # a flush has emptied the queue
         known = 0
     looked = queued[: min(known, _JUDGED)]  # of those that have waited before
-    short, allotted, timed = False, 0, cache.prefetch_stop_policy == "timeout"
+    short, allotted, hits, timed = False, 0, 0, cache.prefetch_stop_policy == "timeout"
     for place, operation in enumerate([*looked, *queued[known:]]):
         short |= place == len(looked) < known
         needed = _tokens_to_read(cache, prefetches, operation, coming)
         if needed and not short:
             short = bool(filled) and filled + needed > _room(cache)
-            if not short and not _make_room(cache, allotted + needed):
+            room = not short and _make_room(cache, allotted + needed)
+            if not short and not (room and _make_room_beside(prefetches, operation.handle, hits)):
                 short = bool(filled) or (needed <= _room(cache) and not _is_idle(prefetches))
                 if not short and operation.pool_transfers:
                     # HiCache would read a part, at the end of which other pools have nothing.
@@ -64,7 +65,7 @@ def with_room(cache: Any, prefetches: Prefetches, answered: int | None) -> int |
             continue
         taken[operation] = None
         if needed:
-            filled, allotted = filled + needed, allotted + needed
+            filled, allotted, hits = filled + needed, allotted + needed, hits + 1
             coming.update(operation.hash_value)
     prefetches.answers = [*filterfalse(taken.__contains__, queued)] if taken else queued
     if taken and prefetches.answers:
@@ -95,6 +96,25 @@ def _make_room(cache: Any, tokens: int) -> bool:
         cache.evict_for_alloc(EvictParams(num_tokens=short))
         cache.evict_host(tokens - host.available_size())
     return bool(host.available_size() >= tokens)
+
+
+def _make_room_beside(prefetches: Prefetches, handle: Hashable, hits: int) -> bool:
+    """True if other host pools have room for the window, or the state, at the end of a hit, behind
+    ``hits`` of this turn. Each hit that is held, or being read, has one of them."""
+    cache = prefetches.scheduler.tree_cache
+    host, hit = cache.cache_controller.mem_pool_host, cache.ongoing_prefetch[handle]
+    pages = hit.operation.storage_hit_count // cache.page_size
+    others = prefetches.releasable_nodes + len(prefetches.reading) + hits
+    for component, sides in hit.comp_xfers.items():
+        for side in sides:
+            pool = host.entry_map[side.name].host_pool
+            rows = 0 if side.indices_from_pool else min(len(side.keys), pages) * pool.page_size
+            if others and (others + 1) * rows > pool.size // _SHARE:
+                return False
+            cache.evict_host(max(0, (hits + 1) * rows - pool.available_size()), component)
+            if pool.available_size() < (hits + 1) * rows:
+                return False
+    return True
 
 
 def _is_idle(prefetches: Prefetches) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from queue import Queue
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ class Info(NamedTuple):
     operation: Any
     host_indices: Any
     anchor_node_id: int = 0
+    comp_xfers: Any = MappingProxyType({})
 
 
 class Asked(Operation):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import CacheRequestHandle
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -28,11 +29,28 @@ class Operation:
         self.hash_value = [f"{first + page} at {start + page}" for page in pages]
         self.host_indices: Any = None
         self.pool_transfers: Any = None
+        self.comp_xfers: dict[str, list[PoolTransfer]] = {}
         self.completed_tokens, self.start_time = 0, 0.0
         self.terminated = False
 
     def is_terminated(self) -> bool:
         return self.terminated
+
+
+class States:
+    """A host pool of ``size`` states. Those that no prompt holds may be evicted."""
+
+    page_size = 1
+
+    def __init__(self, size: int, evictable: int = 0) -> None:
+        self.size, self.evictable, self.free = size, evictable, size - evictable
+
+    def available_size(self) -> int:
+        return self.free
+
+    def evict(self, states: int) -> None:
+        freed = min(states, self.evictable)
+        self.free, self.evictable = self.free + freed, self.evictable - freed
 
 
 class Cache:
@@ -47,6 +65,7 @@ class Cache:
     free, evictable = HOST, 0
 
     def __init__(self) -> None:
+        self.states = States(0)
         self.ongoing_prefetch: dict[Any, Any] = {}
         self.asked_again: list[str] = []
         self.unlocked: list[int] = []
@@ -54,7 +73,11 @@ class Cache:
         self.storage_prefetch_retries = SimpleNamespace(refetch=self.asked_again.append)
         self.cache_controller = SimpleNamespace(
             prefetch_hit_queue=Queue(),
-            mem_pool_host=SimpleNamespace(size=HOST, available_size=lambda: self.free),
+            mem_pool_host=SimpleNamespace(
+                size=HOST,
+                available_size=lambda: self.free,
+                entry_map={PoolName.MAMBA: SimpleNamespace(host_pool=self.states)},
+            ),
         )
         self.token_to_kv_pool_allocator = SimpleNamespace(available_size=lambda: HOST)
 
@@ -67,7 +90,10 @@ class Cache:
     def held(self) -> dict[str, Held]:
         return self.prefetches.held
 
-    def evict_host(self, tokens: int) -> None:
+    def evict_host(self, tokens: int, pool: str = "kv") -> None:
+        if pool != "kv":
+            self.states.evict(tokens)
+            return
         freed = min(tokens, self.evictable)
         self.free, self.evictable = self.free + freed, self.evictable - freed
 
@@ -86,7 +112,9 @@ class Cache:
 
     def answer(self, *operations: Operation) -> None:
         for operation in operations:
-            self.ongoing_prefetch[operation.handle] = SimpleNamespace(operation=operation)
+            self.ongoing_prefetch[operation.handle] = SimpleNamespace(
+                operation=operation, comp_xfers=operation.comp_xfers
+            )
             self.cache_controller.prefetch_hit_queue.put(operation)
 
     def timed_out(self, operation: Operation) -> bool:
@@ -113,6 +141,7 @@ class Cache:
             if info := self.ongoing_prefetch.get(operation.handle):
                 self.ongoing_prefetch[operation.handle] = info
             self.free -= operation.storage_hit_count
+            self.states.free -= len(operation.comp_xfers)
             names.append(operation.handle.rid)
         return names
 
@@ -245,6 +274,43 @@ def test_of_a_model_with_several_pools_no_part_of_a_hit_is_read(cache: Cache) ->
     assert cache.ongoing_prefetch == {}, "it is computed"
 
 
+def with_states(*names: str) -> list[Operation]:
+    """Hits of 16 tokens, at the end of which is a state."""
+    hits = [Operation(name, PAGE, 1000 * n) for n, name in enumerate(names)]
+    for hit in hits:
+        hit.pool_transfers = [PoolTransfer(PoolName.MAMBA, keys=["__placeholder__"])]
+        hit.comp_xfers = {"states": hit.pool_transfers}
+    return hits
+
+
+def test_a_hit_waits_for_room_for_its_state(cache: Cache) -> None:
+    """States are few: half of those of host memory are for hits, and backups have the others."""
+    cache.states.__init__(8, evictable=6)  # type: ignore[misc]
+    waiting.came(cache.scheduler, cache.prefetches, waiting_request("held", PAGE))
+    hits = with_states(*"abcdef")
+    cache.answer(*hits)
+    assert cache.take() == [*"abc"], "the fourth one is held"
+    assert (cache.states.free, cache.states.evictable) == (0, 5)
+    assert cache.take() == []
+    del cache.ongoing_prefetch[hits[1].handle]
+    assert cache.take() == ["d"]
+
+
+def test_a_hit_without_room_for_its_state_is_computed_if_nothing_gives_any(cache: Cache) -> None:
+    """HiCache reads no part of it: the state belongs to its end."""
+    cache.states.__init__(2)  # type: ignore[misc]
+    cache.states.free = 0
+    first, other = with_states("a", "b")
+    cache.answer(first)
+    cache.scheduler.running_batch = busy()
+    assert cache.take() == []
+    assert [*cache.ongoing_prefetch] == [first.handle]
+    cache.scheduler.running_batch = None
+    cache.answer(other)
+    cache.take()
+    assert cache.ongoing_prefetch == {}
+
+
 @pytest.mark.parametrize(
     ("requests", "held", "needed"), [(10, 64, 176), (30, 24, 96), (1, 320, 512)]
 )
@@ -322,7 +388,7 @@ def test_l3_is_asked_again_behind_what_came_before_its_answer(cache: Cache) -> N
     cache.answer(first)
     assert cache.take() == ["a"]
     for one in (early, behind):
-        cache.ongoing_prefetch[one.handle] = SimpleNamespace(operation=one)
+        cache.ongoing_prefetch[one.handle] = SimpleNamespace(operation=one, comp_xfers={})
     first.completed_tokens = 320
     del cache.ongoing_prefetch[first.handle]
     for one in (early, behind):
