@@ -30,7 +30,7 @@ from hcache_backend.sglang.arguments import (
     serves_adapters,
     storage_extra_config,
 )
-from hcache_backend.sglang.compat import SUPPORTED, is_first, untested
+from hcache_backend.sglang.compat import SUPPORTED, is_first, sglang_version, untested
 from hcache_backend.sglang.groups import attention_ranks, from_all_ranks, or_stop
 from hcache_backend.sglang.runtime import Runtime, current, remember
 from hcache_backend.start.capabilities import records_whole_prefills
@@ -52,6 +52,7 @@ def bootstrap(runner: Any) -> None:
     warn_of_single_tokens(page_size(runner.server_args))
     if our_l3:
         or_stop(lambda: check_arguments(args))
+        or_stop(lambda: check_model(runner.model_config.hf_config.architectures[0]))
         runtime.store = or_stop(lambda: open_store(config, runtime.writer))
     elif config.shared is not None and (other := args.hicache_storage_backend) is not None:
         why = f"it needs the page store of this package, and --hicache-storage-backend is {other}"
@@ -233,12 +234,27 @@ def check_arguments(args: Any) -> None:
             "hcache: --enable-kv-cache-sharding: each rank's pool has a part of every page, and an "
             "L3 reads and writes whole pages; start the server without it"
         )
+    fp4 = args.kv_cache_dtype in ("nvfp4", "fp4_mx_block16")
+    if fp4 and (version := sglang_version()).startswith(SUPPORTED[:2]):  # later ones do not start
+        raise ConfigError(
+            f"hcache: --kv-cache-dtype {args.kv_cache_dtype}: SGLang {version} keeps no scales in "
+            "host memory, so replies behind a hit would be wrong; use fp8_e4m3"
+        )
     preempts = args.enable_priority_scheduling and not args.disable_priority_preemption
     if preempts and is_first():
         raise ConfigError(
             f"hcache: --enable-priority-scheduling with an L3: SGLang {SUPPORTED[0]} forgets "
             "requests that were preempted for one whose prefetch still runs, and never answers "
             "them; add --disable-priority-preemption, or use SGLang 0.5.22 or later"
+        )
+
+
+def check_model(architecture: str) -> None:
+    """Raise ConfigError for a model of which SGLang's host pools lack a part."""
+    if is_first() and architecture.startswith("Qwen4"):
+        raise ConfigError(
+            f"hcache: {architecture}: SGLang {SUPPORTED[0]} keeps no index of QSA and no PLE "
+            "states in host memory, so replies behind a hit would be wrong; use 0.5.22 or later"
         )
 
 
@@ -284,6 +300,7 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
     """Options of an attach over the server's. Raises ConfigError if one is wrong or fixed."""
     options.check_extra_config(extra)
     check_arguments(resolved(runtime.runner.server_args))
+    check_model(runtime.runner.model_config.hf_config.architectures[0])
     asked_for = extra.get("hcache")
     given, pages = runtime.options.config, runtime.pages
     inherited = given.model_dump(exclude_unset=True) if given is not None else None

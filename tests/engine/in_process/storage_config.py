@@ -75,6 +75,7 @@ def server_args(**changes: Any) -> Any:
         "tp_size": 1,
         "pp_size": 1,
         "enable_hierarchical_cache": True,
+        "kv_cache_dtype": "auto",
         "hicache_host_memory_mode": "cache",
         "hicache_storage_backend": None,
         "hicache_storage_backend_extra_config": None,
@@ -99,7 +100,7 @@ def server_args(**changes: Any) -> Any:
 def unconfigured_runtime() -> Runtime:
     """A process whose model is loaded and that nobody configured."""
     model_config = SimpleNamespace(
-        hf_config=SimpleNamespace(to_dict=lambda: {"hidden_size": 8}),
+        hf_config=SimpleNamespace(architectures=["M"], to_dict=lambda: {"hidden_size": 8}),
         model_path="m",
         context_len=1 << 20,
     )

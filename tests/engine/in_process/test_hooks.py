@@ -226,7 +226,9 @@ def test_versions() -> None:
 def runner(**arguments: Any) -> Any:
     """A ModelRunner as far as the bootstrap hook looks at it."""
     args = server_args(page_size=64, **arguments)
-    return SimpleNamespace(server_args=args, model=torch.nn.Linear(2, 2), device="cpu")
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]))
+    model = torch.nn.Linear(2, 2)
+    return SimpleNamespace(server_args=args, model=model, model_config=config, device="cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -461,11 +463,34 @@ def test_preemption_is_refused_where_sglang_forgets_requests(
 ) -> None:
     monkeypatch.setattr(compat, "sglang_version", lambda: version)
     args = SimpleNamespace(
-        enable_priority_scheduling=enabled, disable_priority_preemption=preemption_off
+        kv_cache_dtype="auto",
+        enable_priority_scheduling=enabled,
+        disable_priority_preemption=preemption_off,
     )
     said = r"--enable-priority-scheduling .* 0\.5\.22 or later"
     with pytest.raises(ConfigError, match=said) if refused else nullcontext():
         attach.check_arguments(args)
+
+
+@pytest.mark.parametrize(
+    ("version", "kv", "model", "said"),
+    [
+        ("0.5.21", "auto", "Qwen4ExpForConditionalGeneration", "keeps no index of QSA"),
+        ("0.5.22", "auto", "Qwen4ExpForConditionalGeneration", None),
+        ("0.5.21", "auto", "Qwen3NextForCausalLM", None),
+        ("0.5.21", "nvfp4", "LlamaForCausalLM", "nvfp4: SGLang 0.5.21 keeps no scales"),
+        ("0.5.22.post1", "fp4_mx_block16", "LlamaForCausalLM", "SGLang 0.5.22.post1 keeps no sc"),
+        ("0.5.23", "nvfp4", "LlamaForCausalLM", None),  # SGLang says so
+    ],
+)
+def test_what_sglang_leaves_out_of_host_memory_is_refused(
+    version: str, kv: str, model: str, said: str | None, monkeypatch: MonkeyPatch
+) -> None:
+    for module in (compat, attach):
+        monkeypatch.setattr(module, "sglang_version", lambda: version)
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        attach.check_arguments(server_args(kv_cache_dtype=kv))
+        attach.check_model(model)
 
 
 def test_pools_that_hold_parts_of_pages_get_no_l3() -> None:

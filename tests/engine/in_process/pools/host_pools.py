@@ -1,10 +1,12 @@
 """SGLang's own host pools over small device pools, built as each supported version wants it."""
 
 import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import FP4MXBlock16KVCacheMethod
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host import dsa
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
@@ -68,17 +70,44 @@ def indexer(layout: str) -> DSAIndexerPoolHost:
     return DSAIndexerPoolHost(device, mla(layout), layout, pin_memory=False)
 
 
-def mamba(layout: str, temporal: int = 6, dtype: torch.dtype = torch.bfloat16) -> MambaPoolHost:
+def mamba(
+    layout: str,
+    temporal: int = 6,
+    dtype: torch.dtype = torch.bfloat16,
+    beside: tuple[torch.Tensor, ...] = (),
+) -> MambaPoolHost:
+    """``beside``: what the model keeps in the slots of states, `[slots, ...]`; from 0.5.22 on."""
     convolution = torch.zeros((LAYERS, STATES, 5, 3), dtype=dtype)
     recurrent = torch.zeros((LAYERS, STATES, temporal), dtype=torch.float32)
     if "buffer_info" in inspect.signature(MambaPoolHost).parameters:  # from 0.5.22 on
         from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 
-        info = MambaStateBufferInfo(temporal=recurrent, conv=(convolution,))
+        info = MambaStateBufferInfo(
+            temporal=recurrent, conv=(convolution,), extra_checkpoint_buffers=beside
+        )
         return MambaPoolHost(info, 2.0, 0, device_capacity=STATES, pin_memory=False, layout=layout)
     state = SimpleNamespace(conv=[convolution], temporal=recurrent)
     device = SimpleNamespace(device="cpu", size=STATES, num_mamba_layers=LAYERS, mamba_cache=state)
     return MambaPoolHost(device, 2.0, 0, pin_memory=False, layout=layout)
+
+
+def qsa_indexer(layout: str) -> Any:
+    """Compressed keys of Qwen4, one for two tokens; from 0.5.22 on."""
+    from sglang.srt.mem_cache.pool_host.qsa import QSAIndexerPoolHost
+
+    keys = [torch.zeros(TOKENS // 2 + 2, 1, 64, dtype=torch.bfloat16) for _ in range(LAYERS)]
+    device: Any = SimpleNamespace(qsa_compress_ratio=2, qsa_compressed_k_buffer_pool=keys)
+    return QSAIndexerPoolHost(device, mha(layout))
+
+
+def fp4() -> tuple[MHATokenToKVPool, Callable[[], Any]]:
+    """A KV pool in FP4, with scales beside it, and what makes its host pool."""
+    device = MHATokenToKVPool(
+        *(TOKENS, PAGE, torch.float4_e2m1fn_x2, 4, 32, LAYERS, "cpu"),
+        enable_memory_saver=False,
+        quant_method=FP4MXBlock16KVCacheMethod(),
+    )
+    return device, lambda: _host(MHATokenToKVPoolHost, device, "page_first")
 
 
 def _mha_device(heads: int = 4, v_head_dim: int = 8) -> MHATokenToKVPool:

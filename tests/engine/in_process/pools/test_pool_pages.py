@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,26 @@ from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost
 
 from hcache_backend import HCacheStorage
 from hcache_backend.config import ConfigError
+from hcache_backend.sglang.compat import is_first
 from hcache_backend.sglang.runtime import Runtime
-from tests.engine.in_process.pools.host_pools import TOKENS, asymmetric, indexer, mamba, mha, mla
-from tests.engine.in_process.storage_config import PAGE, storage_config
+from hcache_backend.start.attach import check_arguments
+from hcache_backend.start.capabilities import OWN_PAGES, refusal
+from tests.engine.in_process.pools.host_pools import (
+    STATES,
+    TOKENS,
+    asymmetric,
+    fp4,
+    indexer,
+    mamba,
+    mha,
+    mla,
+    qsa_indexer,
+)
+from tests.engine.in_process.start.servers import server
+from tests.engine.in_process.storage_config import PAGE, server_args, storage_config
 
 KEYS = [f"{i:064x}" for i in range(4)]
-
+PLE = (torch.zeros(STATES, 5, 3, dtype=torch.bfloat16), torch.zeros(STATES, 1, dtype=torch.int64))
 
 POOLS: list[tuple[str, Callable[[], Any], PoolName]] = [
     *(
@@ -38,11 +53,15 @@ POOLS: list[tuple[str, Callable[[], Any], PoolName]] = [
     ("mamba", lambda: mamba("page_first"), PoolName.MAMBA),
     ("conv-only", lambda: mamba("page_first", temporal=0), PoolName.MAMBA),
 ]
+if not is_first():  # with which a server of Qwen4 does not start
+    POOLS.append(("qsa-indexer", lambda: qsa_indexer("page_first"), PoolName.INDEXER))
+    POOLS.append(("ple", lambda: mamba("page_first", beside=PLE), PoolName.MAMBA))
 
 
 def buffers(pool: Any) -> list[torch.Tensor]:
     if isinstance(pool, MambaPoolHost):
-        return [pool.temporal_buffer, *pool.conv_buffer]
+        beside = getattr(pool, "slot_state_buffers", ())  # from 0.5.22 on
+        return [pool.temporal_buffer, *pool.conv_buffer, *beside]
     if isinstance(pool, DSAIndexerPoolHost):
         return [pool.index_k_with_scale_buffer]
     if isinstance(pool, AsymmetricMHATokenToKVPoolHost):
@@ -162,6 +181,16 @@ def test_a_pool_that_offers_no_pages_is_named_once_and_never_a_hit(
     [line] = [line for line in told if "cannot be stored" in line]
     assert "pages of pool kv cannot be stored: no flat storage" in line
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_fp4_without_its_scales_is_in_no_page() -> None:
+    """Of ours, by its type. SGLang has no host pool of it, or one without scales: then an L3 is
+    refused at the start."""
+    pool, make_host_pool = fp4()
+    assert refusal(OWN_PAGES, replace(server(), kvcache=pool)) == f"KV quantised as {pool.dtype}"
+    with pytest.raises((ValueError, ConfigError), match="scale"):
+        make_host_pool()
+        check_arguments(server_args(kv_cache_dtype="fp4_mx_block16"))
 
 
 @pytest.mark.parametrize(
