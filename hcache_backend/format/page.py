@@ -3,11 +3,11 @@
 A page holds ``page_size`` consecutive tokens of one sequence, all layers:
 
 - it is a header, then the stored bytes of one layer after the other: nothing, hidden states, K and
-  then V, or latents of MLA (:mod:`.units` says how they divide), so segments keep the alignment of
-  the page;
+  then V, or latents of MLA, and behind these the keys of an indexer (DSA); :mod:`.units` says how
+  they divide, so segments keep the alignment of the page;
 - if tensor-parallel ranks share pages (paper section 5), each rank's page has the hidden states or
-  latents of its own tokens and K and V of its own heads. The header describes tokens and layers of
-  the whole page;
+  latents of its own tokens, as large a part of index keys, and K and V of its own heads. The
+  header describes tokens and layers of the whole page;
 - the header has the digest of every unit of the rank's page, the same number as the header of a
   page file has;
 - a reader believes a page only if magic, version, layers, namespace, key and digests all agree,
@@ -41,8 +41,8 @@ offset bytes field
 ====== ===== ====================================================================
 
 The slot of a layer is the number of its first segment, 65535 for a layer of which nothing is
-stored. The codec names what encodes its units. Layers with one slot share it, if a subclass of
-:class:`PageLayout` lets them; otherwise the table is the same in all pages.
+stored. The codec names what encodes its units; index keys have none. Layers with one slot share it,
+if a subclass of :class:`PageLayout` lets them; otherwise the table is the same in all pages.
 """
 
 import struct
@@ -75,7 +75,8 @@ Ints = npt.NDArray[np.int32]
 
 
 class StoredLayer(NamedTuple):
-    segments: tuple[Segment, ...]  # none, its hidden states, its K and its V, or its latents
+    # none, its hidden states, its K and its V, its latents, or these and keys of its indexer
+    segments: tuple[Segment, ...]
     codec: str = "none"  # name of what encodes them; at most 8 ASCII characters
     latent: bool = False  # the segment holds latents
 
@@ -104,6 +105,13 @@ def latent_layer(
     if unit_bytes is not None:
         segment = segment._replace(length=unit_bytes * segment.groups * segment.pieces)
     return StoredLayer((segment,), codec, latent=True)
+
+
+def with_index_keys(latents: StoredLayer, tokens: int, size: int) -> StoredLayer:
+    """A layer with sparse attention: its latents, and ``size`` bytes of keys of its indexer, which
+    divide as the tokens do."""
+    [keys] = hidden_layer(tokens, size // tokens, size // tokens).segments
+    return latents._replace(segments=(*latents.segments, keys))
 
 
 def kv_layer(
@@ -147,7 +155,8 @@ class PageLayout:
     @property
     def head_groups(self) -> int | None:
         """Groups of heads that K and V divide into; None: there are no K and V."""
-        groups = (layer.segments[0].groups for layer in self.layers if len(layer.segments) == 2)
+        kv = (layer for layer in self.layers if layer.method == 2)
+        groups = (layer.segments[0].groups for layer in kv)
         return next(groups, None)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,15 +14,19 @@ from hcache_backend.format.page import (
     StoredLayer,
     kv_layer,
     latent_layer,
+    with_index_keys,
 )
 from hcache_backend.format.units import SHARD_COUNTS, WHOLE, Shard, units_per_group
-from hcache_backend.projection.paged_pool import holds_latents, planes_of
+from hcache_backend.host.index_keys import IndexKeys
+from hcache_backend.projection.paged_pool import holds_latents, index_keys_of, planes_of
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.ring import Ring
 from hcache_backend.streams import current_stream
 from hcache_kernels.codecs import KV, LATENT, Cut, UnsupportedRows, make_segment_codec
 from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
 from hcache_kernels.pages.kernel import LayerTable, gather_launch, gather_planes_launch
+
+_Found = TypeVar("_Found")
 
 _ENCODED_BYTES = 64 << 20  # of the device's memory, for backups and for loads each
 
@@ -71,6 +75,9 @@ class KVSegments:
             self._encoder = make_segment_codec(codec, *self._cut(codec), kind)
             codec = self._encoder.name
         self.codec = codec
+        pools = {layer: self._of_layer(index_keys_of, layer) for layer in self.layers}
+        found = {layer: pool for layer, pool in pools.items() if pool is not None}
+        self.keys = IndexKeys(found, page_size, shard.of)
         self._tables: dict[tuple[int, ...], LayerTable] = {}
         self._rings: dict[str, Ring] = {}
 
@@ -84,7 +91,9 @@ class KVSegments:
         itemsize = planes[0].dtype.itemsize
         if self.latent:
             latent = partial(latent_layer, self.page_size, planes[0][0].numel(), itemsize)
-            return latent() if encoder is None else latent(encoder.code, *encoder.unit_bytes)
+            stored = latent() if encoder is None else latent(encoder.code, *encoder.unit_bytes)
+            keys = self.keys.bytes_of(layer) * self._ranks
+            return with_index_keys(stored, self.page_size, keys) if keys else stored
         k, v = (buffer[0].numel() * self._ranks for buffer in planes)
         if encoder is None:
             return kv_layer(self.page_size, k, v, itemsize, self._whole_groups)
@@ -101,6 +110,7 @@ class KVSegments:
         with a codec, a mask of the layers that fit, bool ``[layers, p]`` on the device."""
         offsets = [layout.segment_offsets[layer] for layer in self.layers]
         slots, encoder = self.kept(slots), self._encoder
+        self._copy_keys(self.layers, memory, pages, offsets, slots, save=True)
         if not slots.is_cuda:
             held, each = self.pages_of(slots), zip(self.layers, offsets, strict=True)
             masks = [self._save_layer(layer, held, memory, pages, offset) for layer, offset in each]
@@ -119,6 +129,28 @@ class KVSegments:
             encoder.encode_launch(table.planes, of, *rows, table).run()
             gather_launch(memory, some, 0, encoded, layers=table, save=True).run()
         return torch.cat(fits, dim=1).all(2)
+
+    def _copy_keys(
+        self,
+        layers: Sequence[int],
+        memory: torch.Tensor,
+        pages: torch.Tensor,
+        offsets: Sequence[int],
+        slots: torch.Tensor,
+        *,
+        save: bool = False,
+    ) -> None:
+        """Copy index keys, which stand behind latents, if there are any."""
+        if self.keys.those_of(layers):
+            behind = [offset + self._latent_bytes for offset in offsets]
+            self.keys.copy(layers, memory, pages, behind, self.pages_of(slots), save=save)
+
+    @property
+    def _latent_bytes(self) -> int:
+        """Bytes of the latents of a layer in this rank's part of a page."""
+        if self._encoder is not None:
+            return self._encoder.segment_bytes
+        return self._tokens * self.planes(self.layers[0])[0][0].nbytes
 
     def _save_layer(
         self, layer: int, held: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor, offset: int
@@ -146,7 +178,10 @@ class KVSegments:
         out: torch.Tensor,
     ) -> None:
         """:data:`.Copy` of this rank's share of latents."""
-        rows = out.view(len(layers), len(pages), -1)
+        size = self._latent_bytes * len(layers) * len(pages)
+        rows = out[:size].view(len(layers), len(pages), -1)
+        behind = [offset + self._latent_bytes for offset in offsets]
+        self.keys.gather(layers, memory, pages, behind, out[size:])
         if out.is_cuda:
             table = self._table(layers, offsets)
             gather_launch(memory, pages, 0, rows, layers=table).run()
@@ -159,7 +194,10 @@ class KVSegments:
     ) -> None:
         """:data:`.Fill` of latents: shares and ``slots`` are in the order of the ranks."""
         pages = len(slots) // self.page_size
-        shares = segments.view(self._ranks, len(layers), pages, -1)
+        of_ranks = segments.view(self._ranks, -1)
+        size = self._latent_bytes * len(layers) * pages
+        self.keys.fill(layers, of_ranks[:, size:], self.pages_of(slots))
+        shares = of_ranks[:, :size].reshape(self._ranks, len(layers), pages, -1)
         if not slots.is_cuda:
             by_layer, held = shares.transpose(0, 1).flatten(1, 2), self.pages_of(slots)
             if self._encoder is not None:
@@ -204,6 +242,7 @@ class KVSegments:
     ) -> None:
         """:data:`.Copy` of K and V: on a GPU one or two launches over layers, planes and units."""
         encoder = self._encoder
+        self._copy_keys(layers, memory, pages, offsets, slots)
         if not slots.is_cuda:
             self._load_layers(layers, self.pages_of(slots), memory, pages, offsets)
             return
@@ -275,7 +314,11 @@ class KVSegments:
         """K and V of ``layers`` in the pool as in plain pages: layer after layer, uint8, on the
         device. ``slots``: of the tokens of a page, int64 ``[page_size]``, on the device."""
         pages = self.pages_of(self.kept(slots))
-        planes = (plane for layer in layers for plane in self._plain(layer, pages))
+        planes = (
+            plane
+            for layer in layers
+            for plane in (*self._plain(layer, pages), *self.keys.held(layer, pages))
+        )
         return torch.cat([plane[0] for plane in planes])
 
     @property
@@ -291,7 +334,10 @@ class KVSegments:
         reference: to the bit, or within the promise of a lossy codec. Both uint8, on the CPU."""
         if self._encoder is None:
             return torch.equal(segments, held)
-        return self._encoder.holds(segments, held, part)
+        keys = self.keys.bytes_of(layer)  # at the end of both
+        if part == 0 and keys and not torch.equal(segments[-keys:], held[-keys:]):
+            return False
+        return self._encoder.holds(segments[: len(segments) - keys], held[: len(held) - keys], part)
 
     def through_codec(
         self, layout: PageLayout, planes: Sequence[Sequence[torch.Tensor]]
@@ -319,9 +365,12 @@ class KVSegments:
 
     def planes(self, layer: int) -> tuple[torch.Tensor, ...]:
         """K and V of a layer in the pool, or its latents, ``[slots, heads, dim]`` each."""
+        return self._of_layer(planes_of, layer)
+
+    def _of_layer(self, find: Callable[[Any, int], _Found], layer: int) -> _Found:
         if self.drafts and layer >= self._kvcache.layer_num:
-            return planes_of(self.drafts[layer - self._kvcache.layer_num], 0)
-        return planes_of(self._kvcache, layer)
+            return find(self.drafts[layer - self._kvcache.layer_num], 0)
+        return find(self._kvcache, layer)
 
     def kept(self, slots: torch.Tensor) -> torch.Tensor:
         """Those of the ``slots`` of pages (int64 ``[p * page_size]``) that this rank keeps."""
@@ -337,7 +386,8 @@ class KVSegments:
 
     def bytes_of(self, layer: int) -> int:
         """Bytes of K and V of a layer of a page in the pool, as far as this rank keeps them."""
-        return self._tokens * sum(buffer[0].nbytes for buffer in self.planes(layer))
+        planes = self._tokens * sum(buffer[0].nbytes for buffer in self.planes(layer))
+        return planes + self.keys.bytes_of(layer)
 
     @property
     def plain_bytes(self) -> int:

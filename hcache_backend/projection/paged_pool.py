@@ -18,7 +18,7 @@ def full_attention(kvcache: Any) -> Any:
     return getattr(kvcache, "full_kv_pool", kvcache)
 
 
-def holds_latents(kvcache: Any) -> bool:
+def holds_latents(kvcache: object) -> bool:
     """True for SGLang's pool of MLA: one latent per token and layer in the place of K and V, the
     same on every tensor-parallel rank."""
     return hasattr(kvcache, "kv_lora_rank")
@@ -29,6 +29,13 @@ def planes_of(kvcache: Any, layer: int) -> tuple[torch.Tensor, ...]:
     if holds_latents(kvcache):
         return (kvcache.kv_buffer[layer],)
     return kvcache.k_buffer[layer], kvcache.v_buffer[layer]
+
+
+def index_keys_of(kvcache: object, layer: int) -> torch.Tensor | None:
+    """The indexer's keys of a layer with sparse attention (DSA), uint8 ``[pages, bytes]``, with
+    their scales; None: the layer chooses no tokens of its own."""
+    pools = getattr(kvcache, "index_k_with_scale_buffer", None)
+    return pools[layer] if pools and len(pools[layer]) else None
 
 
 class PagedPool:

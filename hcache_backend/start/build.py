@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackStrategy
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
 from sglang.srt.mem_cache.pool_host.common import get_allocator_type
 from sglang.srt.runtime_context import get_memory
 
@@ -102,8 +106,8 @@ class OwnPagesStrategy(StackStrategy):
         self._runtime, self._plain, self._no_hidden = runtime, plain, no_hidden
 
     def matches(self, kvcache: Any, components: Any) -> bool:
-        full = full_attention(kvcache)
-        known = type(full) is MHATokenToKVPool or type(kvcache) is MLATokenToKVPool
+        full = type(full_attention(kvcache))
+        known = full is MHATokenToKVPool or type(kvcache) in (MLATokenToKVPool, DSATokenToKVPool)
         if known and strategy_of(kvcache).matches(kvcache, components):
             return True
         names = ", ".join(sorted(component.name for component in components))
@@ -113,18 +117,18 @@ class OwnPagesStrategy(StackStrategy):
 
     def build(self, *, kvcache: Any, params: Any, **kwargs: Any) -> Any:
         start = Start(self._runtime, kvcache, params)
-        build = partial(strategy_of(kvcache).build, kvcache=kvcache, params=params, **kwargs)
+        arguments = {"kvcache": kvcache, "params": params, **kwargs}
         try:
             start.step(refuse, OWN_PAGES, start.server, self._plain)
             plan = start.plan(self._no_hidden)
             with build_stack(self._runtime, start.server, params, plan, start.projector):
-                stack = build()
+                stack = strategy_of(kvcache, own=True).build(**arguments)
             tell(self._runtime)
             return stack
         except Refused as refused:
             known = self._plain is None and refusal(OWN_PAGES, start.server) is not None
             self._keep_plain(str(refused), expected=known or start.server.asks("mode", "plain"))
-            return build()
+            return strategy_of(kvcache).build(**arguments)
 
     def _keep_plain(self, reason: str, *, expected: bool) -> None:
         capture_nothing(self._runtime)

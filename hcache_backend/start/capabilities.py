@@ -174,6 +174,9 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
              lambda s: getattr(s.kvcache, "k_scale_buffer", None) is not None
              or hasattr(getattr(s.kvcache, "quant_method", None), "k_scales_gpu"),
              "quantised KV with scales in buffers of their own"),
+        Need("index keys of several tokens (DSA)",
+             lambda s: getattr(s.kvcache, "index_kpool", 1) != 1,
+             "an indexer's key stands for several tokens"),
         Need("KV pools that are not `[slots, heads, head_dim]`",
              lambda s: planes_of(s.kvcache, 0)[0].dim() != 3,
              "the KV pool is not [slots, heads, head_dim]"),
@@ -195,6 +198,8 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
         _PACKED,
         Need("`recompute: never`", lambda s: s.asks("recompute", "never"), "option 'recompute'"),
         _HYBRID,
+        Need("DSA", lambda s: hasattr(s.kvcache, "index_k_with_scale_buffer"),
+             "nothing shows that keys of an indexer are recomputed exactly"),
         *_MODULES,
         Need("multimodal models", lambda s: s.runner.model_config.is_multimodal,
              "the model's embeddings are not those of token ids alone"),

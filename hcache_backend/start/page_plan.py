@@ -27,7 +27,7 @@ from hcache_backend.host.segments import KVSegments
 from hcache_backend.metrics import logger
 from hcache_backend.plan.restore import Partition
 from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.paged_pool import planes_of
+from hcache_backend.projection.paged_pool import index_keys_of, planes_of
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Group, Refused, all_or_none
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange, shard_of_rank
@@ -243,7 +243,7 @@ def encoded_share(server: Server, stages: int) -> float:
     except UnsupportedRows:
         return 1.0
     layout = kv.layout([kv.stored_layer(layer) for layer in kv.layers], WHOLE)
-    return sum(layout.segment_bytes) / (len(kv.layers) * kv.plain_bytes)
+    return sum(layout.segment_bytes) / sum(map(kv.bytes_of, kv.layers))
 
 
 def _encoding_segments(server: Server, shard: Shard, groups: int, stages: int) -> KVSegments:
@@ -305,9 +305,12 @@ def _proven(name: str, probe: Probe, projector: Projector) -> Codec:
 
 
 def kv_bytes_per_token(kvcache: Any) -> int:
-    """Bytes of K and V, or latents, of one token, all layers of this rank."""
+    """Bytes of K and V, or of latents and index keys, of one token, all layers of this rank."""
     layers = range(kvcache.layer_num)
-    return sum(plane[0].nbytes for layer in layers for plane in planes_of(kvcache, layer))
+    keys = (index_keys_of(kvcache, layer) for layer in layers)
+    of_indexer = sum(pages[0].nbytes // kvcache.page_size for pages in keys if pages is not None)
+    planes = (plane for layer in layers for plane in planes_of(kvcache, layer))
+    return of_indexer + sum(plane[0].nbytes for plane in planes)
 
 
 def host_bytes(kvcache: Any, size_gb: float, ratio: float) -> float:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler as assembler
-from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, HybridLinearKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_memory
 
@@ -23,8 +23,11 @@ _HYBRID: dict[type, type[assembler.StackStrategy]] = {
 }
 
 
-def strategy_of(kvcache: Any) -> assembler.StackStrategy:
-    """SGLang's strategy for a KV pool of a class of models that can have own pages."""
+def strategy_of(kvcache: Any, *, own: bool = False) -> assembler.StackStrategy:
+    """SGLang's strategy for a KV pool of a class of models that can have own pages. An indexer's
+    keys (DSA) are in ``own`` pages, and otherwise in a side pool."""
+    if type(kvcache) is DSATokenToKVPool and not own:
+        return assembler._DsaStrategy()
     return _HYBRID.get(type(kvcache), assembler._PlainKvStrategy)()
 
 

@@ -17,6 +17,7 @@ _OPERATIONS = (
 _KV_POOL = (
     _CACHE + "memory_pool.MHATokenToKVPool",
     _CACHE + "memory_pool.MLATokenToKVPool",
+    _CACHE + "memory_pool.DSATokenToKVPool",
     _CACHE + "memory_pool.HybridLinearKVPool",
     _CACHE + "swa_memory_pool.SWAKVPool",
 )

@@ -20,6 +20,8 @@ REMEDIES = {
     "KV pools that": "try another `--attention-backend`",
     "draft layers that": "nothing if K and V are enough; otherwise start without drafts",
     "MLA": _NOTHING,
+    "DSA": _NOTHING,
+    "index keys": _NOTHING,
     "sliding windows": _NOTHING,
     "drafts in trees": "set both options to 1",
     "data-parallel attention": "start without it if hidden states pay",

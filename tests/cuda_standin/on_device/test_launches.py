@@ -128,6 +128,40 @@ def test_only_copies_of_few_programs_write_to_host_memory(
     assert grids and all(math.prod(grid) <= COPY_PROGRAMS for grid in grids)
 
 
+@pytest.mark.parametrize(("codec", "most"), [("none", 2), ("exp4", 3)])
+def test_index_keys_of_all_layers_come_by_one_launch(codec: str, most: int) -> None:
+    """Of every second layer; a save, and each group of a restore, has one launch for them."""
+    layers, pages, dim, of_page = 12, np.array([4, 1, 3]), 64, PAGE * 24
+    rows = [torch.randn(2 * PAGES * PAGE, 1, dim).bfloat16().to(CUDA) for _ in range(layers)]
+    keys = [
+        torch.randint(256, (2 * PAGES * (layer % 2), of_page), dtype=torch.uint8).to(CUDA)
+        for layer in range(layers)
+    ]
+    pool = SimpleNamespace(kv_buffer=rows, kv_lora_rank=dim, index_k_with_scale_buffer=keys)
+    kv = KVSegments(pool, range(layers), PAGE, WHOLE, 1, codec)
+    layout = kv.layout([kv.stored_layer(layer) for layer in kv.layers], WHOLE)
+    memory = host_tensor((PAGES, layout.stride), torch.uint8, CUDA).zero_()
+    slots, taken = torch.arange(PAGE, 4 * PAGE).to(CUDA), torch.arange(30 * PAGE, 33 * PAGE)
+    restored = [kv.restored_layer(layer) for layer in kv.layers]
+    pipeline = RestorePipeline(memory, layout, restored, 2 * PAGE, CUDA)
+    for _ in range(2):  # the first time tables are made
+        with launches() as seen:
+            kv.save(layout, memory, torch.from_numpy(pages).to(CUDA), slots)
+        assert sum("_launched" in one for one in seen) == most, seen
+        torch.cuda.synchronize()
+        with launches() as seen:
+            restore = pipeline.start(pages, taken.to(CUDA))
+        restore.synchronize()
+        groups = len(set(map(id, restore.layers)))
+        assert sum("_launched" in one for one in seen) == groups * most, (groups, seen)
+        for row, of_layer in zip(rows, keys, strict=True):
+            assert torch.equal(row[taken.to(CUDA)].cpu(), row[slots].cpu())
+            row[taken.to(CUDA)] = 0
+            if len(of_layer):
+                assert torch.equal(of_layer[30:33].cpu(), of_layer[1:4].cpu())
+                of_layer[30:33] = 0
+
+
 @pytest.mark.parametrize(
     ("codec", "dtype"),
     [("none", torch.bfloat16), ("none", torch.uint8), ("exp4", torch.bfloat16)],

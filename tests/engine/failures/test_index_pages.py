@@ -1,7 +1,7 @@
 """Attempts to make a server with sparse attention use index keys that are not its sequence's.
 
-Latents of a page and the indexer's keys are two files. A hit ends before the first page that lacks
-either of them, whatever stands behind it.
+In a page of ours latents stand with the indexer's keys. Plain pages have these in two files: a hit
+ends before the first page that lacks either of them, whatever stands behind it.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.engine
 
 PAGE = 64
 LONG = pytest.mark.long
-Kind = Literal["index", "latents"]
+Kind = Literal["index", "latents", "both"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Kept:
 
     model: str
     packed: bool = False
+    mode: str = "plain"
 
     def options(
         self, models: Path, folder: Path, log: str = "server", seed: int = 0, **more: Any
@@ -47,18 +48,24 @@ class Kept:
         return ours.our_server(
             build_model(self.model, models, seed=seed),
             folder,
-            hcache={"mode": "auto"} | more.pop("hcache", {}),
+            hcache={"mode": self.mode} | more.pop("hcache", {}),
             log=folder / f"{log}.log",
             **SPARSE | {"extra_args": PACKED if self.packed else ()} | more,
         )
 
 
-DEEPSEEK, GLM = Kept("deepseek_v32"), Kept("glm_5", packed=True)
+DEEPSEEK, GLM, OWN = (
+    Kept("deepseek_v32"),
+    Kept("glm_5", packed=True),
+    Kept("deepseek_v32", mode="auto"),
+)
 
 
 def files(folder: Path, kind: Kind) -> list[Path]:
     """All of this kind, of all namespaces. Index keys are the smaller files."""
     pages = ours.stored_pages(folder)
+    if kind == "both":
+        return pages
     smaller = min(path.stat().st_size for path in pages)
     found = [path for path in pages if (path.stat().st_size == smaller) == (kind == "index")]
     assert len(found) == len(pages) / 2
@@ -75,6 +82,13 @@ def damaged(pages: Sequence[Path]) -> None:
         ours.flip_bit(path, path.stat().st_size // 2)
 
 
+def damaged_keys(pages: Sequence[Path]) -> None:
+    """The last layer's are the last 8,448 bytes of a page of ours, before less than 4,096 others
+    that fill the file."""
+    for path in pages:
+        ours.flip_bit(path, -5000)
+
+
 def of_others(pages: Sequence[Path]) -> None:
     """Each page is another one, of this conversation or of the other one."""
     contents = [path.read_bytes() for path in pages]
@@ -88,11 +102,13 @@ Harm = Callable[[Sequence[Path]], None]
 @pytest.mark.parametrize(
     ("kept", "ranks"),
     [
+        (OWN, 1),
+        pytest.param(OWN, 2, marks=LONG),
         (DEEPSEEK, 1),
         pytest.param(GLM, 1, marks=LONG),
         pytest.param(DEEPSEEK, 2, marks=LONG),
     ],
-    ids=["deepseek_v32", "glm_5, FP8", "two ranks"],
+    ids=["own", "own, two ranks", "deepseek_v32", "glm_5, FP8", "two ranks"],
 )
 def test_a_hit_ends_before_a_page_that_is_not_whole(
     kept: Kept, ranks: int, model_cache: Path, tmp_path: Path
@@ -104,6 +120,10 @@ def test_a_hit_ends_before_a_page_that_is_not_whole(
         (unlinked, "index", 0),
         (damaged, "latents", 1),
     ]
+    if kept is OWN:
+        harms = [
+            (harm, "both", turn) for harm in (unlinked, damaged_keys, of_others) for turn in (0, 1)
+        ]
     options, asked = kept.options(model_cache, tmp_path, tp=ranks), list[Conversation]()
     found = []
     with Server(options) as server:
@@ -168,7 +188,7 @@ def test_index_keys_of_another_server_are_never_used(
 def test_index_keys_are_older_than_the_weights_after_an_update(
     model_cache: Path, tmp_path: Path
 ) -> None:
-    options, other = (DEEPSEEK.options(model_cache, tmp_path, seed=seed) for seed in (0, 1))
+    options, other = (OWN.options(model_cache, tmp_path, seed=seed) for seed in (0, 1))
     prompt = make_conversations(1, turns=1, tokens=400)[0].questions[0]
     replies: dict[int, list[Conversation]] = {0: [], 1: []}
     with Server(options) as server:

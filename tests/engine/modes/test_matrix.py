@@ -253,30 +253,37 @@ HEADS_KERNEL = {"mem_layout": "page_head", "io_backend": "kernel"}
 
 # ---- sparse attention: keys of an indexer are a pool beside the latents ----
 
-SPARSE_POOL = "KV mode, plain pages: the KV pool is a DSATokenToKVPool (FULL)"
-OF_INDEXERS: dict[str, Any] = SPARSE | {
-    "hcache": AUTO,
-    "reference": "sparse",
-    "files": 40,  # of ten pages of two conversations; index keys are files of their own
-}
+OF_INDEXERS: dict[str, Any] = SPARSE | {"reference": "sparse"}
+# Rows of multiples of 8 bytes, as real models have: 256 values, two scales and RoPE part.
+PACKED_ROWS = {"extra_args": PACKED, "changes": {"kv_lora_rank": 256}}
 
 
 def sparse(model: str, name: str, **more: Any) -> Any:
-    """A row; most queries attend to a part of the tokens before them."""
-    return row(model, "plain", SPARSE_POOL, **OF_INDEXERS | more, name=f"{model}, {name}")
+    """A row; most queries attend to a part of the tokens before them. Of two conversations there
+    are ten pages; plain pages have index keys in files of their own."""
+    files = 20 if more.get("hcache", AUTO) is AUTO else 40
+    pages = "own" if files == 20 else "plain"
+    given = OF_INDEXERS | {"hcache": AUTO, "files": files} | more
+    return row(model, pages, **given, name=f"{model}, {name}")
 
 
 OF_SPARSE = [
     sparse("deepseek_v32", "bfloat16", often=True),
     # Every second layer has no index keys.
-    sparse("glm_5", "FP8", extra_args=PACKED, often=True),
-    sparse("deepseek_v32", "FP8", extra_args=PACKED, restarts=True),
+    sparse("glm_5", "FP8", **PACKED_ROWS, often=True),
+    sparse("deepseek_v32", "FP8", **PACKED_ROWS, restarts=True),
     sparse("glm_5", "bfloat16", restarts=True),
-    # Both ranks have the same latents and index keys, and the first one stores them.
-    sparse("deepseek_v32", "two ranks", tp=2, restarts=True),
-    sparse("glm_5", "two ranks, FP8", tp=2, extra_args=PACKED),
     *(
-        sparse("deepseek_v32", name, **how, extra_args=PACKED)
+        sparse(model, f"{name}, two ranks", **how, tp=2, restarts=True, files=40)
+        for model, name, how in (("deepseek_v32", "bfloat16", {}), ("glm_5", "FP8", PACKED_ROWS))
+    ),
+    sparse("deepseek_v32", "plain", hcache=PLAIN, restarts=True),
+    sparse("glm_5", "plain, FP8", hcache=PLAIN, extra_args=PACKED, restarts=True),
+    # Both ranks have the same latents and index keys, and the first one stores them.
+    sparse("deepseek_v32", "plain, two ranks", hcache=PLAIN, tp=2, restarts=True),
+    sparse("glm_5", "plain, two ranks, FP8", hcache=PLAIN, tp=2, extra_args=PACKED),
+    *(
+        sparse("deepseek_v32", f"plain, {name}", hcache=PLAIN, **how, extra_args=PACKED)
         for name, how in (("layer_first", KERNEL), ("page_first_direct", PAGES_DIRECT))
     ),
     sparse("deepseek_v32", "file", l3="file", files=None),

@@ -1,6 +1,7 @@
 """Pages of latents from SGLang's pool of MLA: what each rank keeps, and the start's checks."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,8 @@ from hcache_kernels.codecs import LATENT, Cut, make_segment_codec
 LAYERS, PAGE, RANK, ROPE = 3, 16, 40, 24
 SHARES = [Shard(number, of) for of in (1, 2, 4, 8) for number in range(of)]
 CODECS = [("none", torch.float32), ("none", torch.uint8), ("exp4", torch.bfloat16)]
+KEYS = 64 * (128 + 4)  # bytes of index keys and scales of a page
+SKIPS = [False, True, False]  # layers that choose no tokens of their own
 
 
 def latents(dtype: torch.dtype = torch.bfloat16, page: int = PAGE) -> Any:
@@ -35,6 +38,39 @@ def latents(dtype: torch.dtype = torch.bfloat16, page: int = PAGE) -> Any:
         values[..., ::13] *= 100
         rows[:] = values.to(asked).view(rows.dtype)
     return pool
+
+
+def sparse(dtype: torch.dtype = torch.bfloat16) -> Any:
+    """SGLang's pool of DSA, with latents as above (in FP8 packed with scales and RoPE part), and
+    index keys of random bytes."""
+    of_latents = latents(dtype, 64)
+    asked, width = of_latents.dtype, 16 if dtype == torch.uint8 else 0
+    pool = DSATokenToKVPool(
+        size=8 * 64,
+        page_size=64,
+        kv_lora_rank=RANK,
+        dtype=asked,
+        qk_rope_head_dim=ROPE,
+        layer_num=LAYERS,
+        device="cpu",
+        index_head_dim=128,
+        enable_memory_saver=False,
+        kv_cache_dim=RANK + ROPE + width,
+        index_buf_size=8 * 64,
+        skip_topk_layers=SKIPS,
+    )
+    for rows, others in zip(pool.kv_buffer, of_latents.kv_buffer, strict=True):
+        rows[..., : RANK + ROPE] = others
+    for keys in pool.index_k_with_scale_buffer:
+        keys[:] = torch.randint_like(keys, 256)
+    return pool
+
+
+POOLS = [latents, sparse]
+
+
+def buffers(pool: Any) -> list[torch.Tensor]:
+    return [*pool.kv_buffer, *getattr(pool, "index_k_with_scale_buffer", ())]
 
 
 def pages_of(pool: Any, shard: Shard, codec: str) -> tuple[PageLayout, KVSegments, torch.Tensor]:
@@ -49,16 +85,19 @@ def pages_of(pool: Any, shard: Shard, codec: str) -> tuple[PageLayout, KVSegment
 
 
 @pytest.mark.parametrize(("codec", "dtype"), CODECS)
-@pytest.mark.parametrize("page", [PAGE, 64])
-def test_units_of_ranks_are_those_of_the_page(codec: str, dtype: torch.dtype, page: int) -> None:
+@pytest.mark.parametrize(
+    "make", [latents, partial(latents, page=64), sparse], ids=["short", "long", "keys"]
+)
+def test_units_of_ranks_are_those_of_the_page(codec: str, dtype: torch.dtype, make: Any) -> None:
     """So any number of ranks reads what another number wrote."""
-    pool = latents(dtype, page)
+    pool = make(dtype)
+    of_page = 8 * (LAYERS + SKIPS.count(False) * (make is sparse))
     whole, _, want = pages_of(pool, WHOLE, codec)
     for shard in SHARES:
         layout, _, kept = pages_of(pool, shard, codec)
         assert layout.table == whole.table and layout.form == whole.form
         units = units_of(layout.table, shard)[1:]
-        assert len(units) == LAYERS * 8 // shard.of
+        assert len(units) == of_page // shard.of
         for _, _, there, here, length in units:
             part = kept[:, here : here + length]
             assert torch.equal(part, want[:, there : there + length])
@@ -66,9 +105,10 @@ def test_units_of_ranks_are_those_of_the_page(codec: str, dtype: torch.dtype, pa
 
 @pytest.mark.parametrize(("codec", "dtype"), CODECS)
 @pytest.mark.parametrize("of", [1, 2, 8])
-def test_latents_of_all_ranks_come_back(codec: str, dtype: torch.dtype, of: int) -> None:
-    pool = latents(dtype)
-    before = [rows.clone() for rows in pool.kv_buffer]
+@pytest.mark.parametrize("make", POOLS)
+def test_latents_of_all_ranks_come_back(codec: str, dtype: torch.dtype, of: int, make: Any) -> None:
+    pool = make(dtype)
+    page, before = pool.page_size, [rows.clone() for rows in buffers(pool)]
     ranks = [pages_of(pool, Shard(number, of), codec) for number in range(of)]
     layout, kv, memory = ranks[0]
 
@@ -82,32 +122,38 @@ def test_latents_of_all_ranks_come_back(codec: str, dtype: torch.dtype, of: int)
     exchange: Any = SimpleNamespace(number=0, shards=of, on_scheduler_thread=False, gather=gather)
     restored = [kv.restored_layer(layer) for layer in kv.layers]
     pipeline = RestorePipeline(
-        *(memory, layout, restored, 2 * PAGE, "cpu"), exchange=exchange if of > 1 else None
+        *(memory, layout, restored, 2 * page, "cpu"), exchange=exchange if of > 1 else None
     )
     ranks[0] = layout, kv, mine
     order = torch.tensor([5, 2, 7, 1])
-    slots = (order[:, None] * PAGE + torch.arange(PAGE)).flatten()
-    for rows in pool.kv_buffer:
-        rows[slots] = 0
+    slots = (order[:, None] * page + torch.arange(page)).flatten()
+    for rows in buffers(pool):
+        if len(rows):
+            rows[slots if rows.dim() == 3 else order] = 0
     pipeline.start((order - 1).numpy(), slots).synchronize()
-    for rows, held in zip(pool.kv_buffer, before, strict=True):
+    for rows, held in zip(buffers(pool), before, strict=True):
         assert torch.equal(rows.view(torch.uint8), held.view(torch.uint8))
 
 
-def try_copies(shard: Shard, codec: str, dtype: torch.dtype, broken: str = "") -> None:
-    pool = latents(dtype)
-    kv = KVSegments(pool, range(LAYERS), PAGE, shard, shard.of, codec)
+def try_copies(
+    shard: Shard, codec: str, dtype: torch.dtype, broken: str = "", make: Any = latents
+) -> None:
+    pool = make(dtype)
+    kv = KVSegments(pool, range(LAYERS), pool.page_size, shard, shard.of, codec)
     layout = kv.layout([kv.stored_layer(layer) for layer in kv.layers], shard)
     if broken == "save":
         kv.save = lambda *_: None  # type: ignore[method-assign]
     elif broken == "fill":
         fill = kv._fill
         kv._fill = lambda layer, segments, at, slots: fill(layer, segments, at, slots.flip(0))  # type: ignore[method-assign]
-    before = [rows.clone() for rows in pool.kv_buffer]
+    elif broken == "keys":
+        kv.keys.copy = lambda *_, **how: None  # type: ignore[method-assign]
+        kv.keys.fill = lambda *_: None  # type: ignore[method-assign]
+    before = [rows.clone() for rows in buffers(pool)]
     try:
         check_copies(layout, kv)
     finally:
-        for rows, held in zip(pool.kv_buffer, before, strict=True):
+        for rows, held in zip(buffers(pool), before, strict=True):
             assert torch.equal(rows.view(torch.uint8), held.view(torch.uint8))
 
 
@@ -120,6 +166,43 @@ def test_a_start_tries_this_ranks_tokens(shard: Shard, codec: str, dtype: torch.
     if shard.of > 1:
         with pytest.raises(Refused, match="K or V of layer 0 come back"):
             try_copies(shard, codec, dtype, "fill")
+
+
+@pytest.mark.parametrize(("codec", "dtype"), CODECS)
+@pytest.mark.parametrize("shard", SHARES[:7:2], ids=str)
+def test_a_start_tries_index_keys(shard: Shard, codec: str, dtype: torch.dtype) -> None:
+    try_copies(shard, codec, dtype, make=sparse)
+    with pytest.raises(Refused, match="K or V of layer 0 come back"):
+        try_copies(shard, codec, dtype, "save", make=sparse)
+    with pytest.raises(Refused, match="an indexer's keys come back from host memory as something"):
+        try_copies(shard, codec, dtype, "keys", make=sparse)
+
+
+@pytest.mark.parametrize(("codec", "dtype"), CODECS)
+@pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2)], ids=str)
+def test_a_check_in_service_compares_index_keys(
+    shard: Shard, codec: str, dtype: torch.dtype
+) -> None:
+    pool = sparse(dtype)
+    layout, kv, memory = pages_of(pool, shard, codec)
+    slots = torch.arange(64, 128)
+    for layer in kv.layers:
+        held, segment = kv.held([layer], slots), memory[0, layout.segment(layer)].clone()
+        assert len(held) == kv.bytes_of(layer)
+        assert all(kv.holds(segment, held, part, layout, layer) for part in range(kv.parts))
+        if not kv.keys.bytes_of(layer):
+            continue  # of this one the last byte may stand for nothing
+        segment[-1] ^= 1
+        right = [kv.holds(segment, held, part, layout, layer) for part in range(kv.parts)]
+        assert not all(right)
+
+
+def test_bytes_of_a_token_with_index_keys() -> None:
+    pool, layers = sparse(), LAYERS * (RANK + ROPE) * 2
+    assert kv_bytes_per_token(pool) == layers + SKIPS.count(False) * KEYS // 64
+    server = Server(None, HCacheConfig(codec="none"), pool)
+    assert encoded_share(server, 1) == 1.0
+    assert kv_codec(replace(server, config=HCacheConfig()), WHOLE, 1, 1) == "exp4"
 
 
 @pytest.mark.parametrize(
@@ -181,13 +264,19 @@ def test_ranks_share_no_page_that_eight_does_not_divide() -> None:
     assert segment.groups == 1 and not kv.shares_tokens
 
 
-# The keys of the indexer of DSA are a pool of their own.
-@pytest.mark.parametrize(("kind", "own"), [(MLATokenToKVPool, True), (DSATokenToKVPool, False)])
+@pytest.mark.parametrize(
+    ("kind", "components", "own"),
+    [
+        (MLATokenToKVPool, {ComponentType.FULL}, True),
+        (DSATokenToKVPool, {ComponentType.FULL}, True),
+        (DSATokenToKVPool, {ComponentType.FULL, ComponentType.SWA}, False),
+    ],
+)
 def test_which_latents_have_own_pages(
-    kind: type, own: bool, monkeypatch: pytest.MonkeyPatch
+    kind: type, components: Any, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
     strategy = OwnPagesStrategy(SimpleNamespace(), None, None)  # type: ignore[arg-type]
     monkeypatch.setattr(strategy, "_keep_plain", lambda why, expected: said.append(why))
-    assert strategy.matches(object.__new__(kind), {ComponentType.FULL}) == own
-    assert said == ([] if own else ["the KV pool is a DSATokenToKVPool (FULL)"])
+    assert strategy.matches(object.__new__(kind), components) == own
+    assert said == ([] if own else ["the KV pool is a DSATokenToKVPool (FULL, SWA)"])

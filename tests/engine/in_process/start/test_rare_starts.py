@@ -19,6 +19,7 @@ from hcache_backend.checks import probe as probe_module
 from hcache_backend.checks import round_trip
 from hcache_backend.checks.probe import Found, LayerSpecs
 from hcache_backend.config import ConfigError, HCacheConfig
+from hcache_backend.host.index_keys import IndexKeys
 from hcache_backend.plan.profile import Rate, preset_profile
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.ranks import Refused, all_or_none
@@ -335,6 +336,7 @@ def test_a_pool_that_is_too_small_or_cannot_be_copied_is_refused(tokens: int, re
     )
     kv: Any = SimpleNamespace(layers=(0,), codec="none", by_header=False, kept=lambda slots: slots)
     kv.planes = lambda layer: (torch.zeros(tokens, 1, 8),) * 2
+    kv.keys = IndexKeys({}, 16, 1)
     kv.save = failing(RuntimeError("no"))
     with pytest.raises(Refused, match=reason):
         round_trip.check_copies(layout, kv)

@@ -108,6 +108,8 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     # [pages, heads, page_size, head_dim]: slots are no rows
     ({"pool.k_buffer": [torch.empty(1, 1, 1, 1)]}, (OWN_PAGES,), "[slots, heads, head_dim]"),
     (LATENTS, (HIDDEN,), "latents of MLA are smaller than hidden states"),
+    ({"pool.index_k_with_scale_buffer": []}, (RECOMPUTATION,), "keys of an indexer"),
+    ({"pool.index_kpool": 2}, (OWN_PAGES,), "an indexer's key stands for several tokens"),
     ({"enable_dp_attention": True, "dp_size": 2}, MODULES, "data-parallel attention"),
     ({"attn_dp_size": 2}, MODULES, "data-parallel attention"),
     ({"dp_size": 2}, (), ""),  # replicas

@@ -1,0 +1,112 @@
+"""Keys of the indexer of models with sparse attention (DSA), beside latents in pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
+from hcache_kernels.pages.kernel import LayerTable, gather_launch, gather_planes_launch
+
+Offsets = Sequence[int]
+
+
+class IndexKeys:
+    """Copies index keys between SGLang's pool (DSATokenToKVPool) and pages, as they are: in a page
+    of the pool the keys of all tokens come before all scales. If ranks share a page's tokens, each
+    keeps a part of these bytes. Layers that choose no tokens of their own have no keys.
+
+    Args:
+        pools: Index keys by layer, uint8 ``[pages, bytes]``.
+        page_size: Tokens of a page.
+        ranks: Number of parts of a page.
+    """
+
+    def __init__(self, pools: Mapping[int, torch.Tensor], page_size: int, ranks: int) -> None:
+        self._part_tokens = page_size // ranks
+        self._pools = {layer: pool.view(len(pool) * ranks, -1) for layer, pool in pools.items()}
+        self._tables: dict[tuple[int, int, int], LayerTable] = {}
+
+    def bytes_of(self, layer: int) -> int:
+        """Bytes of a layer in this rank's part of a page."""
+        return self._pools[layer].shape[1] if layer in self._pools else 0
+
+    def those_of(self, layers: Sequence[int]) -> list[int]:
+        return [layer for layer in layers if layer in self._pools]
+
+    def copy(
+        self,
+        layers: Sequence[int],
+        memory: torch.Tensor,
+        pages: torch.Tensor,
+        offsets: Offsets,
+        held: torch.Tensor,
+        *,
+        save: bool = False,
+    ) -> None:
+        """Bring keys of ``layers`` from ``offsets`` in ``pages`` of ``memory`` to parts ``held`` of
+        pages in the pool (int64 ``[p]``), or ``save`` them the other way round."""
+        at = dict(zip(layers, offsets, strict=True))
+        some = self.those_of(layers)
+        if not some:
+            return
+        if held.is_cuda:  # by one launch
+            table = self._table(some, [at[layer] for layer in some])
+            pool = [table.planes[0][:, None, None]]
+            gather_planes_launch(memory, pages, 0, pool, held, table, save=save).run()
+            return
+        for layer in some:
+            pool = self._pools[layer]
+            if save:
+                scatter_pages(pool[held], memory, pages, at[layer])
+            else:
+                gather_planes(memory, pages, at[layer], [pool[:, None, None]], held)
+
+    def gather(
+        self,
+        layers: Sequence[int],
+        memory: torch.Tensor,
+        pages: torch.Tensor,
+        offsets: Offsets,
+        out: torch.Tensor,
+    ) -> None:
+        """This rank's part of pages, layer by layer: uint8 ``[those layers * p * bytes]``."""
+        at = dict(zip(layers, offsets, strict=True))
+        some = self.those_of(layers)
+        if not some:
+            return
+        rows = out.view(len(some), len(pages), -1)
+        if out.is_cuda:
+            table = self._table(some, [at[layer] for layer in some])
+            gather_launch(memory, pages, 0, rows, layers=table).run()
+            return
+        for layer, row in zip(some, rows, strict=True):
+            gather_pages(memory, pages, at[layer], row.shape[1], out=row)
+
+    def fill(self, layers: Sequence[int], parts: torch.Tensor, held: torch.Tensor) -> None:
+        """Write ``parts`` of all ranks, ``[ranks, those layers * p * bytes]``, to ``held``, the
+        pool's parts of pages in the order of the ranks."""
+        some = self.those_of(layers)
+        by_layer = parts.unflatten(1, (max(1, len(some)), -1)).transpose(0, 1)
+        for layer, part in zip(some, by_layer, strict=False):
+            words = self._pools[layer].view(torch.int64)
+            words.index_copy_(0, held, part.reshape(len(held), -1).view(torch.int64))
+
+    def rows(self, layer: int) -> Iterator[torch.Tensor]:
+        """The pool of a layer, if any, by slots: those of whole pages have these pages' keys, uint8
+        ``[slots, bytes]``."""
+        if layer in self._pools:
+            yield self._pools[layer].unflatten(1, (self._part_tokens, -1)).flatten(0, 1)
+
+    def held(self, layer: int, held: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Keys of a layer in parts ``held`` of pages, uint8 ``[p, bytes]``; nothing if it has
+        none."""
+        if layer in self._pools:
+            yield self._pools[layer][held]
+
+    def _table(self, layers: Sequence[int], offsets: Offsets) -> LayerTable:
+        key = layers[0], len(layers), offsets[0]
+        if key not in self._tables:
+            self._tables[key] = LayerTable.of([(self._pools[one],) for one in layers], offsets)
+        return self._tables[key]
