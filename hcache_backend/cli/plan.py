@@ -14,9 +14,21 @@ from hcache_backend.cli import common
 from hcache_backend.cli.common import Failure, say, table
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.file import file_layout
-from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer
-from hcache_backend.format.units import WHOLE, Segment, SegmentTable, units_per_group
-from hcache_backend.plan.model_shape import PAGE_TOKENS, ModelShape, PlannedCodec, encoded
+from hcache_backend.format.page import (
+    RECOMPUTED,
+    PageLayout,
+    StoredLayer,
+    hidden_layer,
+    with_index_keys,
+)
+from hcache_backend.format.units import Segment, units_per_group
+from hcache_backend.plan.model_shape import (
+    INDEX_KEY_BYTES,
+    PAGE_TOKENS,
+    ModelShape,
+    PlannedCodec,
+    encoded,
+)
 from hcache_backend.plan.plan import LENGTHS, PartitionPlan, RestorePath
 from hcache_backend.plan.profile import PRESETS, Profile, Rate, load_profile, preset_profile
 from hcache_backend.plan.restore import Partition, describe
@@ -58,7 +70,6 @@ def plan(
     if shape == plain and codec not in ("auto", "none"):
         extra.append(f"codec {codec} is not for {shape.attention} in {dtype}; planned without it")
     result = PartitionPlan(profile, shape, tokens, tp, restore, sides)
-    result = result.plain if shape.index_bytes else result
     report = result.report()
     report["notes"][:0] = extra
     start = start_steps(result, served, memory)
@@ -239,7 +250,14 @@ def page_layout(
     kv = StoredLayer(tuple(segments))
     if model.latent:
         kv = hidden_layer(page_size, kv_bytes, model.kv_width)
-    kinds = ((RECOMPUTED, partition.recompute), (hidden, partition.hidden), (kv, partition.kv))
+    sparse = with_index_keys(kv, page_size, page_size * INDEX_KEY_BYTES)
+    keys = model.index_bytes // INDEX_KEY_BYTES  # layers that have some
+    kinds = (
+        (RECOMPUTED, partition.recompute),
+        (hidden, partition.hidden),
+        (sparse, keys),
+        (kv, partition.kv - keys),
+    )
     layers = tuple(layer for layer, count in kinds for _ in range(count))
     return PageLayout(page_size, layers, shard)
 
@@ -263,15 +281,13 @@ def sizing(
     """Room for ``conversations`` of ``tokens`` tokens, of which full pages are kept. ``model`` is
     without a codec and served in ``dtype``: ``bfloat16``, ``float16`` or ``float32``. The device's
     KV pool has ``device_tokens`` (SGLang's ``max_total_num_tokens``)."""
-    pages, given = conversations * (tokens // page_size), device_tokens or 0
-    if model.index_bytes:
-        return _plain_sizing(model, pages, given, page_size)
     layout = page_layout(model, dtype, partition, page_size=page_size, codec=codec, tp=tp)
     shard, plain = layout.shard, model.kv_bytes * _heads_of_rank(model, tp) // model.kv_heads
     files = shard.of if model.latent or not partition.kv else tp  # K and V are a rank's own heads
+    pages, given = conversations * (tokens // page_size), device_tokens or 0
     page_bytes = layout.stride  # in host memory
     # SGLang's pool has a page more than it gives out.
-    on_device, pool = given // page_size + 1, given * partition.layers * plain
+    on_device, pool = given // page_size + 1, given * (partition.layers * plain + model.index_bytes)
     shadows = on_device * bool(partition.hidden)
     host_bytes = (pages + shadows) * page_bytes
     least_bytes = max(host_bytes, pool + page_bytes, (on_device + shadows) * page_bytes)
@@ -279,16 +295,6 @@ def sizing(
     host = shadows, host_bytes, least_bytes, ratio
     file_bytes, files = file_layout(layout.table, shard).file_bytes, pages * files
     return Sizing(layout.page_bytes, pages, *host, file_bytes, files, files * file_bytes)
-
-
-def _plain_sizing(model: ModelShape, pages: int, given: int, page_size: int) -> Sizing:
-    """Of a DSA model: a file of latents and one of index keys. SGLang's options count latents."""
-    row, keys = model.layers * model.kv_bytes, model.index_bytes
-    tables = (SegmentTable((Segment(page_size * size),)) for size in (row, keys))
-    file_bytes = sum(file_layout(table, WHOLE).file_bytes for table in tables)
-    page_bytes, least = page_size * (row + keys), row * max(pages * page_size, given + page_size)
-    host = 0, pages * page_bytes, least, least / (given * row) if given else None
-    return Sizing(page_bytes, pages, *host, file_bytes, 2 * pages, pages * file_bytes)
 
 
 def size(
@@ -336,8 +342,6 @@ def size(
     if tp > shape.kv_heads and not (hidden or shape.latent):
         each = f"each of the {shape.kv_heads} KV heads is stored by {tp // shape.kv_heads} ranks"
         lines.append(f"Disk and host memory have K and V several times: {each}")
-    if shape.index_bytes:
-        lines.append(f"--hicache-size is without index keys, {shape.index_bytes:,} bytes a token")
     if sides is not None:
         lines.append(
             f"Not counted, of the {sides.layers} other layers: a {sides.kind} behind each prompt "

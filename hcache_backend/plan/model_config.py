@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hcache_backend.config import ConfigError
-from hcache_backend.plan.model_shape import Latent, ModelShape, Sides
+from hcache_backend.plan.model_shape import INDEX_KEY_BYTES, Latent, ModelShape, Sides
 
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 _OUTER = ("torch_dtype", "dtype", "model_type", "quantization_config")
@@ -249,7 +249,6 @@ def _index_bytes(fields: _Fields, loops: int) -> int:
     """Of a token's index keys. Layers that take the tokens that one before chose have none."""
     if fields.value("index_topk") is None:
         return 0
-    width = fields.integer("size of an index key", ("index_head_dim",))
     layers = range(loops * fields.integer("number of layers", _LAYERS))
     every = fields.integer("layers that share", ("cli_factor", "index_topk_freq"), 1)
     least = 2 if fields.value("cli_factor") is None else 1
@@ -258,7 +257,7 @@ def _index_bytes(fields: _Fields, loops: int) -> int:
     kinds = fields.value("indexer_types") or fields.value("index_topk_pattern")
     if isinstance(kinds, (list, str)):
         shared = [kind in ("shared", "S") for kind in kinds[: len(layers)]]
-    return (len(layers) - sum(shared)) * (width + width // 128 * 4)  # in FP8, with scales
+    return (len(layers) - sum(shared)) * INDEX_KEY_BYTES
 
 
 def _head_dim(fields: _Fields, hidden: int, heads: int) -> int:

@@ -15,6 +15,7 @@ PAGE_TOKENS = 64  # of a page, by default
 CLEARLY_LESS = 0.99  # codecs round units to whole words: smaller differences are noise
 PlannedCodec = Literal["auto", "none", "exp3", "exp4", "int8", "fp8"]  # krul is not planned
 DSAType = Literal["auto", "bfloat16", "fp8_e4m3"]  # option --kv-cache-dtype of DSA models
+INDEX_KEY_BYTES = 132  # of a token in a layer with an indexer: 128 values in FP8 and a scale
 
 
 class Latent(BaseModel):
@@ -91,7 +92,12 @@ class ModelShape(BaseModel):
     def as_it_is(self) -> ModelShape:
         """The shape without a codec."""
         plain = {"hidden_row_bytes": None, "kv_row_bytes": None}
-        return self if self.index_bytes else self.model_copy(update=plain)
+        return self if self.packed else self.model_copy(update=plain)
+
+    @property
+    def packed(self) -> bool:
+        """True for DSA in FP8: no codec takes its rows."""
+        return bool(self.index_bytes) and self.kv_element_bytes == 1
 
     @property
     def hidden_is_smaller(self) -> bool:
@@ -144,7 +150,7 @@ def encoded(
     The model is served in ``dtype``; each of ``tp`` ranks encodes its own heads."""
     if codec == "auto":
         codec = "exp3" if dtype == "bfloat16" else "none"
-    if codec == "none" or shape.index_bytes:  # DSA models have plain pages
+    if codec == "none" or shape.packed:
         return shape
     # Not above: most plans need no torch, which takes seconds to import.
     import torch
@@ -184,4 +190,5 @@ def dsa_rows(shape: ModelShape, kv_cache_dtype: DSAType, device: str = "") -> Mo
     raw = (new or "MI3" in device) and not (shape.family == "glm_moe_dsa" and "RTX" in device)
     fp8 = rank + rope if raw else rank + rank // 128 * 4 + 2 * rope
     plain = kv_cache_dtype == "bfloat16" or (kv_cache_dtype == "auto" and not new)
-    return shape.model_copy(update={"kv_row_bytes": 2 * (rank + rope) if plain else fp8})
+    rows = {} if plain else {"kv_row_bytes": fp8, "kv_element_bytes": 1}
+    return shape.model_copy(update=rows)

@@ -99,7 +99,7 @@ class PartitionPlan:
     @property
     def recomputes_front(self) -> bool:
         """True if a hit is read from its last page on while its front is recomputed."""
-        return self.l3 == "overlapped" and not self.sides
+        return self.l3 == "overlapped" and not (self.sides or self.model.index_bytes)
 
     def busy(self, choice: str) -> dict[Resource, float]:
         """Seconds that each resource works in a restore, without a recomputed front."""
@@ -142,7 +142,7 @@ class PartitionPlan:
             instead = describe(partition, model.latent)
             found.append(f"hidden states do not pay: {reason}; instead: {instead}")
         if model.index_bytes:
-            found.append(f"DSA: plain pages; index keys take {model.index_bytes:,} bytes a token")
+            found.append(f"DSA: pages also have index keys, {model.index_bytes:,} bytes a token")
             found.append("computing is planned without the indexer, with attention to all tokens")
         elif model.latent:
             found.append("MLA pools are served in KV mode: of a page each rank keeps a part")
@@ -163,7 +163,7 @@ class PartitionPlan:
                 f"the profile was measured with another shape ({measured.family}, hidden size "
                 f"{measured.hidden}): its rates are taken over"
             )
-        if self.tp > 1 and not (self.profile.gathers or model.index_bytes):
+        if self.tp > 1 and not self.profile.gathers:
             found.append(
                 "without NVLink the ranks' shares are gathered over their buses: planned as if "
                 "every rank loaded whole hidden states"

@@ -34,8 +34,10 @@ def start_steps(plan: PartitionPlan, served: Model, memory: float | None) -> lis
     """Steps of a rank, in their order. ``memory``: bytes of a card; None: it is unknown, and 100 GB
     of host memory are pinned."""
     model, stored, each, once = plan.model, plan.stored, "every start", "first on a store"
-    exchanged = model.latent is not None and plan.tp > 1  # such ranks recompute nothing
-    passes = 1 if exchanged else _KV_PASSES + _HIDDEN_PASSES * bool(stored.hidden)
+    exchanged = model.latent is not None and plan.tp > 1
+    # Such ranks recompute nothing, and neither do models with an indexer.
+    recomputing = _KV_PASSES + _HIDDEN_PASSES * bool(stored.hidden)
+    passes = 1 if exchanged or model.index_bytes else recomputing
     encoded = model != model.as_it_is
     compiled = _COMPILED["plain" if not encoded else "exp4" if model.latent else "exp3"]
     compiled += _COMPILED["hidden"] * bool(stored.hidden)
@@ -49,4 +51,4 @@ def start_steps(plan: PartitionPlan, served: Model, memory: float | None) -> lis
         StartStep("measured profile", (len(OPERATIONS) + 2) * START_SECONDS, once),
         StartStep("compiled kernels", compiled, "first of a machine"),
         StartStep(f"{host / 1e9:,.0f} GB pinned", host / PINNED_PER_SECOND, each),
-    ][:: 2 if model.index_bytes else 1]  # plain pages have neither checks nor kernels
+    ]

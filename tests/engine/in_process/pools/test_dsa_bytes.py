@@ -1,25 +1,24 @@
-"""Bytes a token of DSA models are those of SGLang's arguments and pools, and of files in L3."""
+"""Bytes a token of DSA models are those of SGLang's arguments and pools, and of our pages."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from hcache_backend import HCacheStorage
 from hcache_backend.cli.plan import sizing
+from hcache_backend.format.file import file_layout
+from hcache_backend.format.units import WHOLE
+from hcache_backend.host.segments import KVSegments
 from hcache_backend.plan.model_config import shape_from_config
 from hcache_backend.plan.model_shape import DSAType, dsa_rows
 from hcache_backend.plan.restore import Partition
 from hcache_backend.sglang.compat import SUPPORTED, sglang_version
-from hcache_backend.sglang.runtime import Runtime
-from tests.engine.in_process.storage_config import KEYS, storage_config
+from hcache_backend.start.page_plan import kv_bytes_per_token
 from tests.unit.partition.pipelines import CONFIGS
 
 if sglang_version() != SUPPORTED[-1]:  # the plan is that of the newest version
@@ -71,7 +70,7 @@ def resolved(
 )
 def test_a_token_takes_what_sglangs_pools_take(
     name: str, changes: dict[str, Any], asked: DSAType, gpu: str, row: int, keys: int,
-    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     from sglang.srt.configs.model_config import dsa_layer_skips_topk
 
@@ -95,14 +94,10 @@ def test_a_token_takes_what_sglangs_pools_take(
     index = DSAIndexerPoolHost(device.host_pool_decls()[-1], host, pin_memory=False)
     assert (host.size_per_token, index.size_per_token) == (LAYERS * row, keys * 132)
 
-    storage, pages = HCacheStorage(storage_config(tmp_path)), torch.arange(TOKENS)
-    storage.register_mem_pool_host(host)
-    storage.register_mem_host_pool_v2(index, PoolName.INDEXER)
-    storage.batch_set_v1(KEYS[:2], pages)
-    storage.batch_set_v2([PoolTransfer(PoolName.INDEXER, host_indices=pages, keys=KEYS[:2])])
-    storage.close()
-    files = [path.stat().st_size for path in tmp_path.glob("**/*.page")]
-    found = sizing(shape, "bfloat16", of_all, conversations=1, tokens=TOKENS)
-    assert (sum(files), len(files)) == (found.disk_bytes, found.files)
-    # SGLang's --hicache-size counts the latents.
-    assert (found.host_bytes, found.least_bytes) == (TOKENS * size, TOKENS * host.size_per_token)
+    kv = KVSegments(device, range(LAYERS), PAGE, WHOLE, 1)
+    layout = kv.layout([kv.stored_layer(layer) for layer in kv.layers], WHOLE)
+    assert layout.page_bytes == layout.header_bytes + PAGE * size
+    found = sizing(shape, "bfloat16", of_all, conversations=1, tokens=TOKENS, codec="none")
+    pages = 2 * file_layout(layout.table, WHOLE).file_bytes
+    assert (found.page_bytes, found.disk_bytes, found.files) == (layout.page_bytes, pages, 2)
+    assert kv_bytes_per_token(device) == size
