@@ -89,7 +89,7 @@ READ_ONCE = Silence(
     "before it frees windows or writes req_to_token. Here the barrier may be before the whole "
     "step, and the backend for CPUs reads both again in every layer. Plain HiCache is reported, "
     "too.",
-    ("/hcache_cpu_engine/attention.py", "/intel_amx_backend.py"),
+    ("/hcache_cpu_engine/attention.py", "/hcache_cpu_engine/dsa.py", "/intel_amx_backend.py"),
 )
 PAGE_TABLES = ("req_to_token", "full_to_swa")
 

@@ -184,6 +184,7 @@ class Scenario(NamedTuple):
     recompute_ms: float = 10.0
     waits: tuple[str, ...] = ()  # where our code on the scheduler's thread may wait
     model: str = "llama"
+    options: dict[str, Any] = {}  # of the server, besides  # noqa: RUF012
 
 
 def _was_replayed(found: dict[str, Any]) -> bool:
@@ -245,6 +246,13 @@ SCENARIOS = {
     "latents, two ranks, eager": Scenario(
         turns, partitions=("kv",), restore="auto", tp=2, model="deepseek"
     ),
+    "index keys": Scenario(
+        conversations,
+        partitions=("kv",),
+        restore="auto",
+        model="deepseek_v32",
+        options={"attention_backend": "dsa", "page_size": 64, "max_total_tokens": 4096},
+    ),
     # Windows or states come with the pages, by SGLang's own copies: it sends their indices to the
     # device.
     **{
@@ -283,6 +291,7 @@ def checked_server(
         paths.append(fault.pop("PYTHONPATH"))
     (folder / "in-step").touch()
     (folder / "l3-rate").write_text("0")
+    usual = {"page_size": 16, "max_total_tokens": 2048}
     return our_server(
         model,
         folder,
@@ -295,10 +304,8 @@ def checked_server(
         },
         metrics=True,
         dtype="float32" if scenario.codec == "none" else "bfloat16",
-        page_size=16,
         overlap=True,
         tp=scenario.tp,
-        max_total_tokens=2048,
         chunked_prefill_size=scenario.chunk,
         extra_env={
             **settings.environment(),
@@ -307,6 +314,7 @@ def checked_server(
             "HCACHE_CPU_L3_FILE": str(folder / "l3-rate"),
             "SGLANG_MAMBA_CONV_DTYPE": "float32",
         },
+        **usual | scenario.options,
     )
 
 

@@ -215,7 +215,7 @@ def choose_tokens(
 
     pages = pool.get_index_k_with_scale_buffer(layer_id)
     chosen = torch.full((len(x), self.index_topk), -1, dtype=torch.int32)
-    for sequence in _sequences(forward_batch, get_attn_backend().req_to_token_pool.req_to_token):
+    for sequence in get_attn_backend().sequences:
         keys = _index_keys(pages, sequence.slots)
         for row in range(sequence.rows.start, sequence.rows.stop):
             seen = sequence.first + row - sequence.rows.start + 1
@@ -272,7 +272,10 @@ def sparse_attention(runner: Any) -> Any:
             self.kv_cache_dtype = runner.kv_cache_dtype
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
-            """Sequences are looked up in the batch."""
+            """Before all layers, as SGLang's backends do: the scheduler writes its table while a
+            forward pass runs."""
+            table = self.req_to_token_pool.req_to_token
+            self.sequences = list(_sequences(forward_batch, table))
 
         def forward_extend(
             self,
@@ -293,7 +296,7 @@ def sparse_attention(runner: Any) -> Any:
             rows = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
             query = torch.cat((q.view(len(q), layer.tp_q_head_num, -1), q_rope), -1)
             out = query.new_empty(*query.shape[:2], layer.v_head_dim)
-            for sequence in _sequences(forward_batch, self.req_to_token_pool.req_to_token):
+            for sequence in self.sequences:
                 latents = _latents(rows, sequence.slots, self.token_to_kv_pool)
                 chosen = topk_indices[sequence.rows]
                 out[sequence.rows] = _attend(
