@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from hcache_kernels.launch import alignment
 from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
 from hcache_kernels.pages.kernel import LayerTable, gather_launch, gather_planes_launch
 
@@ -49,8 +50,6 @@ class IndexKeys:
         pages in the pool (int64 ``[p]``), or ``save`` them the other way round."""
         at = dict(zip(layers, offsets, strict=True))
         some = self.those_of(layers)
-        if not some:
-            return
         if held.is_cuda:  # by one launch
             table = self._table(some, [at[layer] for layer in some])
             pool = [table.planes[0][:, None, None]]
@@ -87,11 +86,21 @@ class IndexKeys:
     def fill(self, layers: Sequence[int], parts: torch.Tensor, held: torch.Tensor) -> None:
         """Write ``parts`` of all ranks, ``[ranks, those layers * p * bytes]``, to ``held``, the
         pool's parts of pages in the order of the ranks."""
-        some = self.those_of(layers)
-        by_layer = parts.unflatten(1, (max(1, len(some)), -1)).transpose(0, 1)
-        for layer, part in zip(some, by_layer, strict=False):
-            words = self._pools[layer].view(torch.int64)
-            words.index_copy_(0, held, part.reshape(len(held), -1).view(torch.int64))
+        if not (some := self.those_of(layers)):
+            return
+        by_layer = parts.unflatten(1, (len(some), -1)).transpose(0, 1)
+        rows = by_layer.reshape(len(some), len(held), -1).contiguous()
+        if not held.is_cuda:
+            for layer, row in zip(some, rows.view(torch.int64), strict=True):
+                self._pools[layer].view(torch.int64).index_copy_(0, held, row)
+            return
+        # For the kernel each layer's rows are at an offset in pages of one row.
+        planes, addresses, _, aligned = self._table(some, [0] * len(some))
+        ids, each = (torch.arange(n, device=held.device) for n in (len(held), len(some)))
+        offsets, aligned = each * rows[0].numel(), alignment(aligned, rows.shape[2])
+        table = LayerTable(planes, addresses, offsets, aligned)
+        pool = [planes[0][:, None, None]]
+        gather_planes_launch(rows.flatten(0, 1), ids, 0, pool, held, table).run()
 
     def rows(self, layer: int) -> Iterator[torch.Tensor]:
         """The pool of a layer, if any, by slots: those of whole pages have these pages' keys, uint8

@@ -197,7 +197,7 @@ class KVSegments:
         of_ranks = segments.view(self._ranks, -1)
         size = self._latent_bytes * len(layers) * pages
         self.keys.fill(layers, of_ranks[:, size:], self.pages_of(slots))
-        shares = of_ranks[:, :size].reshape(self._ranks, len(layers), pages, -1)
+        shares = of_ranks[:, :size].contiguous().view(self._ranks, len(layers), pages, -1)
         if not slots.is_cuda:
             by_layer, held = shares.transpose(0, 1).flatten(1, 2), self.pages_of(slots)
             if self._encoder is not None:
