@@ -83,7 +83,9 @@ def check_copies(layout: PageLayout, kv: KVSegments) -> None:
         for layer in kv.layers:
             restored[layer] = kv.restored_layer(layer)
         exchange = _OwnShare(layout.shard) if kv.shares_tokens else None
-        pipeline = RestorePipeline(memory, layout, restored, len(slots), device, exchange=exchange)
+        # Shares of one page at a time: those of several ranks are next to each other otherwise.
+        chunk = len(slots) if exchange is None else size
+        pipeline = RestorePipeline(memory, layout, restored, chunk, device, exchange=exchange)
         pipeline.start(np.array(_HOST), others).synchronize()
         rows: list[torch.Tensor | None] = [None] * len(buffers)
         if fits is not None:

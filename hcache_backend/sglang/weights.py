@@ -82,7 +82,7 @@ class LoadedWeights:
                 "dtype": str(self.runner.dtype),
                 "kv_dtype": str(self.runner.kv_cache_dtype),
                 "page_size": page_size(self.runner.server_args),
-                **_index_keys(settings),
+                **_index_keys(settings, self.runner),
             }
             self._namespaces[key] = namespace({**made_by, **shape})
         return self._namespaces[key]
@@ -257,12 +257,14 @@ def _settings(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in ignored}
 
 
-def _index_keys(settings: dict[str, Any]) -> dict[str, object]:
+def _index_keys(settings: dict[str, Any], runner: Any) -> dict[str, object]:
     """What decides, beside its weights, how a model with sparse attention writes index keys; none
     of it is usual. Latents of all layers but the first depend on the tokens that were chosen."""
     if settings.get("index_topk") is None:
         return {}
     written = {name: os.environ[name] for name in _INDEX_KEYS if name in os.environ}
-    if torch.version.hip is not None:
-        written["torch"] = "hip"
+    device = "hip" if torch.version.hip is not None else str(runner.device)
+    if device not in ("cuda", "cpu"):  # others turn keys by rules of their own
+        fused = getattr(runner.server_args, "enable_dsa_fused_indexer", None)
+        written |= {"device": device, "fused": str(fused)}
     return {"index_keys": written} if written else {}

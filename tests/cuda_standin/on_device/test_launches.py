@@ -177,11 +177,11 @@ def test_latents_of_ranks_come_by_few_exchanges(
     codec: str, dtype: torch.dtype, keys: bool, layers: int
 ) -> None:
     """Each rank brings its share of several layers, and one launch decodes those of all ranks.
-    Index keys, of every second layer, have launches of their own."""
+    Index keys, of all layers but the first, have launches of their own."""
     pages, dim, groups = np.array([4, 1, 3]), 64, min(8, layers)
     rows = [torch.randn(2 * PAGES * PAGE, 1, dim).bfloat16() for _ in range(layers)]
     pool = SimpleNamespace(kv_buffer=[row.view(dtype).to(CUDA) for row in rows], kv_lora_rank=dim)
-    sizes = [(2 * PAGES * (layer % 2), PAGE * 24) for layer in range(layers)]
+    sizes = [(2 * PAGES * (layer > 0), PAGE * 24) for layer in range(layers)]
     index = [torch.randint(256, size, dtype=torch.uint8).to(CUDA) for size in sizes]
     if keys:
         pool.index_k_with_scale_buffer = index
@@ -224,12 +224,12 @@ def test_latents_of_ranks_come_by_few_exchanges(
         for plane in pool.kv_buffer:
             assert torch.equal(plane[taken.to(CUDA)].cpu(), plane[slots].cpu())
             plane[taken.to(CUDA)] = 0
-        for of_layer in index[1::2] if keys else ():
+        for of_layer in index[1:] if keys else ():
             assert torch.equal(of_layer[30:33].cpu(), of_layer[1:4].cpu())
             of_layer[30:33] = 0
     parts = groups * 2  # two pages at a time
     assert exchanges == parts
-    most = 13 if keys else 5
+    most = 12 if keys else 5
     assert len(seen) <= most * parts + 8, seen  # of them one is that of the other rank
     assert len(set(map(id, restore.layers))) == groups
 

@@ -17,6 +17,7 @@ from hcache_backend.format.units import WHOLE, Shard, units_of
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.ranks import Refused
 from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.sglang import weights
 from hcache_backend.start.build import OwnPagesStrategy
 from hcache_backend.start.capabilities import Server
 from hcache_backend.start.page_plan import encoded_share, kv_bytes_per_token, kv_codec
@@ -280,3 +281,15 @@ def test_which_latents_have_own_pages(
     monkeypatch.setattr(strategy, "_keep_plain", lambda why, expected: said.append(why))
     assert strategy.matches(object.__new__(kind), components) == own
     assert said == ([] if own else ["the KV pool is a DSATokenToKVPool (FULL, SWA)"])
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu", "xpu", "hip"])
+def test_devices_that_write_index_keys_by_other_rules_share_no_pages(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4" if device == "hip" else None)
+    runner = SimpleNamespace(device="cuda" if device == "hip" else device, server_args=None)
+    found = weights._index_keys({"index_topk": 64}, runner)
+    other = {"index_keys": {"device": device, "fused": "None"}}
+    assert found == ({} if device in ("cuda", "cpu") else other)
+    assert weights._index_keys({}, runner) == {}
