@@ -51,8 +51,7 @@ def bootstrap(runner: Any) -> None:
     or_stop(lambda: _check_groups(runner, args, config))
     warn_of_single_tokens(page_size(runner.server_args))
     if our_l3:
-        or_stop(lambda: check_arguments(args))
-        or_stop(lambda: check_model(runner.model_config.hf_config.architectures[0]))
+        or_stop(lambda: check_server(runtime))
         runtime.store = or_stop(lambda: open_store(config, runtime.writer))
     elif config.shared is not None and (other := args.hicache_storage_backend) is not None:
         why = f"it needs the page store of this package, and --hicache-storage-backend is {other}"
@@ -226,6 +225,12 @@ def publishes_events() -> bool:
     return missing is None and is_kv_publisher_rank(wanted)
 
 
+def check_server(runtime: Runtime) -> None:
+    """Raise ConfigError for arguments, or a model, with which no server may have an L3."""
+    check_arguments(resolved(runtime.runner.server_args))
+    check_model(runtime.runner.model_config.hf_config.architectures[0])
+
+
 def check_arguments(args: Any) -> None:
     """Raise ConfigError for arguments with which no server may have an L3. SGLang asks some of them
     at its start only, when an L3 may not have been named yet."""
@@ -299,8 +304,7 @@ def _join_here(
 def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
     """Options of an attach over the server's. Raises ConfigError if one is wrong or fixed."""
     options.check_extra_config(extra)
-    check_arguments(resolved(runtime.runner.server_args))
-    check_model(runtime.runner.model_config.hf_config.architectures[0])
+    check_server(runtime)
     asked_for = extra.get("hcache")
     given, pages = runtime.options.config, runtime.pages
     inherited = given.model_dump(exclude_unset=True) if given is not None else None
