@@ -51,7 +51,9 @@ class Recompute(NamedTuple):
     stream: Stream
 
 
-MOST_LAUNCHES = 4  # copies of K and V of a restore: a forward pass waits for a group, not for all
+# Copies of K and V of a restore: a forward pass waits for a group, not for all. Index keys of a
+# group have a launch more.
+MOST_LAUNCHES = 4
 MOST_EXCHANGES = 8  # of latents in a restore: each has launches and waits of its own
 
 
