@@ -34,6 +34,7 @@ class IndexKeys:
         return self._pools[layer].shape[1] if layer in self._pools else 0
 
     def those_of(self, layers: Sequence[int]) -> list[int]:
+        """Those of ``layers`` that have keys: without any, nothing else is to be called."""
         return [layer for layer in layers if layer in self._pools]
 
     def copy(
@@ -73,8 +74,6 @@ class IndexKeys:
         """This rank's part of pages, layer by layer: uint8 ``[those layers * p * bytes]``."""
         at = dict(zip(layers, offsets, strict=True))
         some = self.those_of(layers)
-        if not some:
-            return
         rows = out.view(len(some), len(pages), -1)
         if out.is_cuda:
             table = self._table(some, [at[layer] for layer in some])
@@ -86,8 +85,7 @@ class IndexKeys:
     def fill(self, layers: Sequence[int], parts: torch.Tensor, held: torch.Tensor) -> None:
         """Write ``parts`` of all ranks, ``[ranks, those layers * p * bytes]``, to ``held``, the
         pool's parts of pages in the order of the ranks."""
-        if not (some := self.those_of(layers)):
-            return
+        some = self.those_of(layers)
         by_layer = parts.unflatten(1, (len(some), -1)).transpose(0, 1)
         rows = by_layer.reshape(len(some), len(held), -1).contiguous()
         if not held.is_cuda:

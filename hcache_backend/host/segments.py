@@ -180,8 +180,9 @@ class KVSegments:
         """:data:`.Copy` of this rank's share of latents."""
         size = self._latent_bytes * len(layers) * len(pages)
         rows = out[:size].view(len(layers), len(pages), -1)
-        behind = [offset + self._latent_bytes for offset in offsets]
-        self.keys.gather(layers, memory, pages, behind, out[size:])
+        if self.keys.those_of(layers):
+            behind = [offset + self._latent_bytes for offset in offsets]
+            self.keys.gather(layers, memory, pages, behind, out[size:])
         if out.is_cuda:
             table = self._table(layers, offsets)
             gather_launch(memory, pages, 0, rows, layers=table).run()
@@ -196,7 +197,8 @@ class KVSegments:
         pages = len(slots) // self.page_size
         of_ranks = segments.view(self._ranks, -1)
         size = self._latent_bytes * len(layers) * pages
-        self.keys.fill(layers, of_ranks[:, size:], self.pages_of(slots))
+        if self.keys.those_of(layers):
+            self.keys.fill(layers, of_ranks[:, size:], self.pages_of(slots))
         shares = of_ranks[:, :size].contiguous().view(self._ranks, len(layers), pages, -1)
         if not slots.is_cuda:
             by_layer, held = shares.transpose(0, 1).flatten(1, 2), self.pages_of(slots)
