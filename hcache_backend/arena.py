@@ -9,7 +9,7 @@ tokens. A backup exchanges two table entries and copies no hidden states.
   HERE, which may be on their way in a stream that the load waits for. They take no UNFIT page, and
   it does not go to L3. A page is FREE also if HiCache has it for tokens whose rows did not come.
 - A read from L3, a save and recomputed rows are expected, and settled by a ticket: if the page was
-  freed meanwhile, it has another. Rows of a step are proven by their slots. A page is COMING until
+  freed meanwhile, it has another. Rows of a step are judged by their slots. A page is COMING until
   it has all that it waits for.
 - Rows belong to one allocation of their slot. A new allocation or a load makes them void; later
   results of earlier steps do not count.
@@ -58,9 +58,9 @@ class RowState:
     ``judge_rows`` on a promised row."""
 
     VOID = 0  # in a verdict: a layer's copy did not happen
-    PROVEN = 1
+    VALID = 1
     UNFIT = 2  # the codec cannot hold it in a layer
-    PROMISED = 3  # the step was launched; that every layer was written is not proven yet
+    PROMISED = 3  # the step was launched; that every layer was written is not known yet
 
 
 class ShadowChanges(NamedTuple):
@@ -97,7 +97,7 @@ class Arena:
         self._state = np.zeros(host_pages, np.uint8)
         self._ticket = np.zeros(host_pages, np.int64)  # of what was expected last; 0: none
         self._unsettled = np.zeros(host_pages, np.bool_)  # it waits for that...
-        self._unproven = np.zeros(host_pages, np.bool_)  # ...or for rows of its device page
+        self._awaiting_rows = np.zeros(host_pages, np.bool_)  # ...or for rows of its device page
         self._namespace = np.zeros(host_pages, f"V{NAMESPACE_BYTES}")  # of the weights that made it
         self._device_page = np.full(host_pages, -1, np.int64)  # the one whose tokens it holds
         # By page of the device's KV pool:
@@ -111,7 +111,8 @@ class Arena:
         self._lost = np.zeros(slots, np.bool_)  # filled, and a row is missing
         self._positions = np.zeros(slots, np.int32)
         self._token_ids = np.zeros(slots, np.int32)
-        self._clock = self._proven = 0  # the latter: ticket of the last step whose proof has come
+        self._clock = 0
+        self._ended_step = 0  # ticket of the last step whose verdicts have come
         self._tickets = count(1)
 
     def physical(self, host_pages: Ids) -> Ids:
@@ -128,7 +129,7 @@ class Arena:
 
     def usable(self, host_pages: Ids) -> bool | None:
         """True if loads may take all of the pages; None if that is not known yet."""
-        waits = self._unsettled[host_pages] | self._unproven[host_pages]
+        waits = self._unsettled[host_pages] | self._awaiting_rows[host_pages]
         return None if waits.any() else bool((self._state[host_pages] == _PageState.HERE).all())
 
     def unfit(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
@@ -182,7 +183,7 @@ class Arena:
     def _empty(self, host_pages: Ids | npt.NDArray[np.bool_] | slice) -> None:
         self._state[host_pages] = _PageState.FREE
         self._ticket[host_pages] = 0
-        self._unsettled[host_pages] = self._unproven[host_pages] = False
+        self._unsettled[host_pages] = self._awaiting_rows[host_pages] = False
 
     def take_back(self, host_pages: Ids) -> ShadowChanges:
         """HiCache freed the pages: tokens still on the device take their rows back as shadows. All
@@ -190,7 +191,7 @@ class Arena:
         an earlier step may still write stays one, because the next owner writes host pages at once.
         """
         linked = host_pages[self._device_page[host_pages] >= 0]
-        back = linked[self._written[self._device_page[linked]] <= self._proven]
+        back = linked[self._written[self._device_page[linked]] <= self._ended_step]
         pages = self._device_page[back]
         self._host[back], self._shadow[pages] = self._shadow[pages], self._host[back]
         self._host_page[pages] = self._device_page[back] = -1
@@ -221,7 +222,7 @@ class Arena:
         self, slots: Ids, positions: Ids, token_ids: Ids, *, promised: bool = True
     ) -> int:
         """A forward pass that fills ``slots`` was launched, and with it, if ``promised``, all that
-        captures its rows. Returns the step's ticket for :meth:`prove`."""
+        captures its rows. Returns the step's ticket for :meth:`end_step`."""
         self._unlink_device(slots // self.layout.page_size)
         self._refill(slots, RowState.PROMISED if promised else RowState.VOID)
         self._lost[slots] = not promised
@@ -230,26 +231,26 @@ class Arena:
         self._token_ids[slots] = token_ids
         return self._clock
 
-    def prove(self, slots: Ids, ticket: int, verdicts: npt.NDArray[np.uint8]) -> tuple[int, int]:
+    def end_step(self, slots: Ids, ticket: int, verdicts: npt.NDArray[np.uint8]) -> tuple[int, int]:
         """Apply a step's verdicts; returns how many rows, if still its own, are missing, unfit."""
         due = (self._generation[slots] == ticket) & (self._rows[slots] == RowState.PROMISED)
-        slots, verdicts, self._proven = slots[due], verdicts[due], ticket
+        slots, verdicts, self._ended_step = slots[due], verdicts[due], ticket
         self._rows[slots] = verdicts
-        self._lost[slots] = verdicts != RowState.PROVEN
+        self._lost[slots] = verdicts != RowState.VALID
         linked = self._host_page[slots // self.layout.page_size]
-        waiting = linked[(linked >= 0) & self._unproven[linked]]
+        waiting = linked[(linked >= 0) & self._awaiting_rows[linked]]
         if len(waiting):
             self._judge(np.unique(waiting))
         missing, unfit = verdicts == RowState.VOID, verdicts == RowState.UNFIT
         return int(np.count_nonzero(missing)), int(np.count_nonzero(unfit))
 
     def _judge(self, host_pages: Ids) -> None:
-        """Pages that wait for rows have them if all are proven, and never get them if one is not
+        """Pages that wait for rows have them if all are valid, and never get them if one is not
         there."""
         rows = self._rows_of(host_pages)
-        proven, unfit = (rows == RowState.PROVEN).all(1), (rows == RowState.UNFIT).any(1)
-        self._unproven[host_pages[proven]] = False
-        if not proven.all():
+        valid, unfit = (rows == RowState.VALID).all(1), (rows == RowState.UNFIT).any(1)
+        self._awaiting_rows[host_pages[valid]] = False
+        if not valid.all():
             self.free(host_pages[(rows == RowState.VOID).any(1)])
             self.mark_unfit(host_pages[unfit])
 
@@ -283,7 +284,7 @@ class Arena:
         filled, empty = self._shadow[pages], self._host[host_pages]
         self._host[host_pages], self._shadow[pages] = filled, empty
         self._link(host_pages, pages)
-        self._state[host_pages], self._unproven[host_pages] = _PageState.HERE, True
+        self._state[host_pages], self._awaiting_rows[host_pages] = _PageState.HERE, True
         self._namespace[host_pages] = np.void(self._present())
         self._write_tokens(filled, self._positions[slots], self._token_ids[slots])
         self._judge(host_pages)
@@ -312,13 +313,13 @@ class Arena:
         self._token_ids[slots] = self.layout.token_ids(self.memory)[physical].ravel()
         there = (self._state[host_pages] == _PageState.HERE) & (self._ticket[host_pages] == tickets)
         self._link(host_pages[there], pages[there])
-        self._rows[slots] = np.where(np.repeat(there, size), RowState.PROVEN, RowState.VOID)
+        self._rows[slots] = np.where(np.repeat(there, size), RowState.VALID, RowState.VOID)
 
     def forget(self) -> None:
         """All rows lost their meaning; pages in host memory keep what is there."""
         self._refill(slice(None))
         self._lost[:] = False
-        self._empty(self._unproven.copy())
+        self._empty(self._awaiting_rows.copy())
         self._device_page[:] = self._host_page[:] = -1
 
     def clear(self) -> None:
@@ -338,10 +339,10 @@ class Arena:
         self._refill((device_pages[:, None] * size + np.arange(size)).ravel())
         self._host_page[device_pages] = -1
         self._device_page[host_pages] = -1
-        self._empty(host_pages[self._unproven[host_pages]])
+        self._empty(host_pages[self._awaiting_rows[host_pages]])
 
     def _refill(self, slots: Ids | slice, state: int = RowState.VOID) -> None:
-        """``slots`` get other rows; a proof that is still on its way does not count for them."""
+        """``slots`` get other rows; a verdict that is still on its way does not count for them."""
         self._clock += 1
         self._generation[slots] = self._clock
         self._rows[slots] = state

@@ -23,7 +23,7 @@ class Weights:
 
     fingerprint: bytes  # digest over all tensor-parallel ranks
     suspended: str | None = None  # reason why L3 takes and gives nothing at present
-    whole: bytes = b""  # digest that does not depend on the number of ranks
+    any_ranks: bytes = b""  # digest that does not depend on the number of ranks
 
 
 class TensorDigest(NamedTuple):
@@ -69,7 +69,7 @@ def fingerprint(ranks: Sequence[Sequence[TensorDigest]]) -> bytes:
     return digest.digest()
 
 
-def whole_fingerprint(ranks: Sequence[Sequence[TensorDigest]]) -> bytes:
+def any_ranks_fingerprint(ranks: Sequence[Sequence[TensorDigest]]) -> bytes:
     """Digest (16 bytes) that is the same for any number of ranks. Weaker than :func:`fingerprint`:
     it misses rows that exchange places. If ranks divide a tensor in an unexpected way, the digest
     depends on their number."""

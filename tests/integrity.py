@@ -23,8 +23,8 @@ def assert_sound_arena(arena: Arena) -> None:
     for page in np.flatnonzero(arena._host_page >= 0).tolist():
         assert arena._device_page[arena._host_page[page]] == page, "a device page's link is broken"
     assert (arena._generation <= arena._clock).all()
-    assert (arena._device_page[arena._unproven] >= 0).all(), "an orphan waits for proof"
-    waits = arena._unsettled | arena._unproven
+    assert (arena._device_page[arena._awaiting_rows] >= 0).all(), "an orphan waits for rows"
+    waits = arena._unsettled | arena._awaiting_rows
     assert (arena._state[waits] == _PageState.HERE).all(), "what does not come is waited for"
 
 

@@ -1,7 +1,7 @@
 """A model in this process, in SGLang's own runner, with the package's projection and recomputation.
 
-The steps are those of a server's start (``start/build.py``): layers are found by a
-probe, each projection is proven against the K and V that the model wrote.
+The steps are those of a server's start (``start/build.py``): the self-check's pass finds the
+layers, and each projection is compared with the K and V that the model wrote.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from bench.harness.machine import MachineError
 from bench.harness.methods import PAGE_SIZE
 from bench.harness.options import ServerOptions
 from hcache_backend.format.units import units_per_group
-from hcache_backend.krul.pairs import PROBE_TOKENS
+from hcache_backend.krul.pairs import ASKED_TOKENS
 from hcache_kernels.codecs import Cut
 
 KV = tuple[torch.Tensor, torch.Tensor]
@@ -24,8 +24,8 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 
 class LayerProbe(NamedTuple):
-    """A :class:`~hcache_backend.restore.recompute.ProbedLayer` whose K and V, of all tokens, are at
-    hand."""
+    """A :class:`~hcache_backend.restore.recompute.AttentionInputs` whose K and V, of all tokens,
+    are at hand."""
 
     q: torch.Tensor
     kv: KV
@@ -52,7 +52,7 @@ class History:
         positions: int64 ``[n]``.
         hidden: The input of every layer's projection, ``[n, hidden]`` each.
         queries: Of the last tokens in every layer, ``[t, heads, head_dim]`` each; ``t`` is at
-            most :data:`PROBE_TOKENS`.
+            most :data:`ASKED_TOKENS`.
         kv: K and V that the model wrote, ``[n, kv_heads, head_dim]`` each, by layer.
     """
 
@@ -79,12 +79,17 @@ class Engine:
 
     def __init__(self, options: ServerOptions) -> None:
         self._runner, self.tokenizer = _start(options)
-        self._prove()
+        self._check()
 
-    def _prove(self) -> None:
+    def _check(self) -> None:
         from sglang.srt.distributed import get_tp_group
 
-        from hcache_backend.checks.probe import PROBE_TOKENS, LayerSpecs, check_recompute, observe
+        from hcache_backend.checks.self_check import (
+            CHECK_TOKENS,
+            LayerSpecs,
+            check_recompute,
+            observe,
+        )
         from hcache_backend.projection.paged_pool import PagedPool
         from hcache_backend.projection.projector import Projector
         from hcache_backend.ranks import Refused
@@ -105,14 +110,14 @@ class Engine:
             missing = hooks.install(hooks.HIDDEN)
             if missing is not None:
                 raise Refused(missing)
-            run = partial(run_prompts, runner, [PROBE_TOKENS])
-            probe = observe(run, attention_modules(runner.model, kvcache.layer_num))
-            probe.compare(projector)
+            run = partial(run_prompts, runner, [CHECK_TOKENS])
+            observed = observe(run, attention_modules(runner.model, kvcache.layer_num))
+            observed.compare(projector)
             tokens = len(kvcache.k_buffer[0])
             self.recomputer: Recomputer | None = make_recomputer(runner, kvcache, tokens)
             try:
                 again, requests = partial(run_again, runner), runner.req_to_token_pool.size
-                found = check_recompute(again, requests, probe, self.recomputer, kvcache)
+                found = check_recompute(again, requests, observed, self.recomputer, kvcache)
                 recomputed = found.exactness
                 if found.layers < kvcache.layer_num:
                     raise Refused(str(found.problem))
@@ -120,13 +125,13 @@ class Engine:
                 self.recomputer, recomputed = None, f"none: {refused}"
             weights, ranks = LoadedWeights(runner), get_tp_group().cpu_group
             limit = int(runner.model_config.context_len)
-            specs = LayerSpecs(weights, probe, projector, ranks, limit)
+            specs = LayerSpecs(weights, observed, projector, ranks, limit)
             specs.find()
             specs.check_writing()
             specs.use_agreed()
         except Refused as refused:
             raise MachineError(f"hidden mode refuses this model: {refused}") from None
-        self.layers, self.projector = probe.layers, projector
+        self.layers, self.projector = observed.layers, projector
         self.exactness = {
             "projected": [group.model_dump(mode="json") for group in specs.projection],
             "recomputed": recomputed,
@@ -174,10 +179,10 @@ class Engine:
 
     def at_start(self) -> History:
         """The self-check's tokens, whole pages, as the model computes them at a server's start."""
-        from hcache_backend.checks.probe import PROBE_TOKENS, probe_tokens
+        from hcache_backend.checks.self_check import CHECK_TOKENS, check_tokens
 
-        tokens = -(-PROBE_TOKENS // PAGE_SIZE) * PAGE_SIZE
-        return self.history(probe_tokens(self._runner.model_config.vocab_size, tokens))
+        tokens = -(-CHECK_TOKENS // PAGE_SIZE) * PAGE_SIZE
+        return self.history(check_tokens(self._runner.model_config.vocab_size, tokens))
 
     def forget(self, history: History) -> None:
         """Take its K and V out of the pool, so that a slot that is not restored shows."""
@@ -197,7 +202,7 @@ class Engine:
         queries: list[torch.Tensor] = []
 
         def ask(kernel: Any, args: tuple[Any, ...]) -> None:
-            rows = args[0].detach()[-PROBE_TOKENS:].clone()
+            rows = args[0].detach()[-ASKED_TOKENS:].clone()
             queries.append(rows.view(len(rows), kernel.tp_q_head_num, kernel.qk_head_dim))
 
         handles = [

@@ -36,7 +36,7 @@ class StepEntry:
     begun: tuple[Ids, int] | None = None
 
 
-class Proof(NamedTuple):
+class StepResult(NamedTuple):
     """A :class:`.RowState` of each row of a step, on the CPU once ``done`` has passed."""
 
     step: StepEntry | None  # None: the step was forgotten
@@ -80,7 +80,7 @@ class Ledger:
         self._wanted: list[tuple[Read, torch.Tensor]] = []
         self._copies: deque[_Copy] = deque()
         self._entries: deque[_Entry] = deque()
-        self._proofs: deque[Proof] = deque()
+        self._results: deque[StepResult] = deque()
 
     def pass_begins(self) -> None:
         """Before the engine launches a forward pass: apply what is known of earlier ones."""
@@ -125,9 +125,9 @@ class Ledger:
         self.transfer_ms, self.tokens_missing, self.tokens_unfit = 0.0, 0, 0
         return taken
 
-    def prove(self, proof: Proof) -> None:
-        """Queue the proof of a step; call in the order of the steps."""
-        self._proofs.append(proof)
+    def add_result(self, result: StepResult) -> None:
+        """Queue the verdicts of a step; call in the order of the steps."""
+        self._results.append(result)
 
     @property
     def none_lost(self) -> bool:
@@ -137,20 +137,20 @@ class Ledger:
 
     def settle(self, *, wait: bool = True) -> None:
         """Tell the arena what is known. ``wait`` waits for the rest, behind the start of the last
-        forward pass and not behind its end; never for proofs."""
+        forward pass and not behind its end; never for verdicts."""
         try:
             if wait:
                 self.copy_wanted()
             known = self.passes - self.without_results
             while self._copies and (wait or self._copies[0].passes <= known):
                 self._arrive(self._copies.popleft())
-            # Proofs first: the next entry may give their slots to other tokens.
-            self._apply_proofs()
+            # Verdicts first: the next entry may give their slots to other tokens.
+            self._apply_results()
             while self._entries and self._entries[0].read.values is not None:
                 read, tell, *_ = self._entries.popleft()
                 assert read.values is not None
                 tell(read.values)
-                self._apply_proofs()
+                self._apply_results()
         except (StreamFailed, torch.OutOfMemoryError) as error:
             self.give_up(str(error))
 
@@ -163,7 +163,7 @@ class Ledger:
         """Call when all slots were freed or all rows lost their meaning."""
         self._entries.clear()
         # Their memory is still to be written.
-        self._proofs = deque(proof._replace(step=None) for proof in self._proofs)
+        self._results = deque(result._replace(step=None) for result in self._results)
         self._arena.forget()
 
     def read(self, values: torch.Tensor) -> Read:
@@ -213,12 +213,12 @@ class Ledger:
         ticket = self._arena.begin_step(slots, positions, token_ids, promised=entry.promised)
         entry.begun = slots, ticket
 
-    def _apply_proofs(self) -> None:
-        while self._proofs and self._proofs[0].done.query():
-            step, verdicts, start, done = self._proofs[0]
+    def _apply_results(self) -> None:
+        while self._results and self._results[0].done.query():
+            step, verdicts, start, done = self._results[0]
             if step is not None and step.begun is None:
                 break
-            self._proofs.popleft()
+            self._results.popleft()
             done.synchronize()
             self.transfer_ms += start.elapsed_time(done)
             if step is not None and step.begun is not None:

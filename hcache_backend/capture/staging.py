@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from hcache_backend.arena import Arena, Ids, ShadowChanges
-from hcache_backend.capture.ledger import Ledger, Proof, StepEntry
+from hcache_backend.capture.ledger import Ledger, StepEntry, StepResult
 from hcache_backend.streams import (
     Event,
     Work,
@@ -327,7 +327,7 @@ class StagedCapture:
         done = transfer.record(timed=True)
         self._in_flight.append((*used, done))
         step.entry.promised = True
-        self.ledger.prove(Proof(step.entry, verdicts, start, done))
+        self.ledger.add_result(StepResult(step.entry, verdicts, start, done))
         return True
 
     def _save(self, rows: torch.Tensor, step: Step, layers: slice, *then: Work) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from hcache_backend.arena import NOT_ENCODABLE, Arena, Ids
 from hcache_backend.checks.comparison import difference, equal, of_kv, projected_difference
-from hcache_backend.checks.probe import PROBE_TOKENS, given, kept, refusing
+from hcache_backend.checks.self_check import CHECK_TOKENS, given, kept, refusing
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import Shard
 from hcache_backend.host.ports import HiddenPages
@@ -139,7 +139,7 @@ class CaptureCheck:
     ) -> None:
         layout, device = plan.layout.page, plan.layout.kvcache.device
         self._plan, self._layout, self._codec = plan, plan.layout, plan.codec
-        self._pages = np.arange(-(-PROBE_TOKENS // layout.page_size))
+        self._pages = np.arange(-(-CHECK_TOKENS // layout.page_size))
         self.tokens = len(self._pages) * layout.page_size
         shadows = len(self._pages) + 1  # an empty pool hands out its first pages, except page 0
         shape = (len(self._pages) + shadows, layout.stride)

@@ -34,7 +34,7 @@ from hcache_backend.plan.restore import describe
 from hcache_backend.server_report import read_report
 from hcache_backend.sglang.compat import sglang_version, untested
 from hcache_backend.store import FileOps, is_store_folder
-from hcache_backend.store.direct_io import probe_alignment
+from hcache_backend.store.direct_io import find_alignment
 from hcache_backend.store.file_ops import FOLDER, try_lock
 from hcache_backend.store.folder import device_of_root, existing_part, file_system_of, why_not
 from hcache_backend.store.kvikio_ops import kvikio_state
@@ -159,7 +159,7 @@ def _probe(place: Path) -> Iterator[Check]:
         name = tempfile.TemporaryDirectory(prefix=".hcache-doctor-", dir=place)
         folder = os.open(stack.enter_context(name), FOLDER)
         stack.callback(os.close, folder)
-        form = probe_alignment(ops, folder, "alignment")
+        form = find_alignment(ops, folder, "alignment")
         found = "no; reads and writes go through the page cache"
         if form.flags:
             found = f"yes; memory in multiples of {form.memory}, lengths of {form.length} bytes"

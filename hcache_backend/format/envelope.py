@@ -14,8 +14,8 @@ offset bytes field
 ====== ===== ====================================================================
 
 Integers are little-endian, and headers are padded with zeros to multiples of 4096 bytes: direct I/O
-reads straight into them. A value in a shared tier has a proof behind the page instead
-(:func:`proof`).
+reads straight into them. A value in a shared tier has a trailer behind the page instead
+(:func:`trailer`).
 """
 
 import hashlib
@@ -38,8 +38,8 @@ WRITER = slice(80, 88)
 
 _SHA256_HEX = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 _FILE = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{64})\.([0-7])of([1248])\.page")
-_PROOF_MAGIC = b"HCBEHIND"
-PROOF_BYTES = len(_PROOF_MAGIC) + 16
+_TRAILER_MAGIC = b"HCBEHIND"
+TRAILER_BYTES = len(_TRAILER_MAGIC) + 16
 
 
 class PageName(NamedTuple):
@@ -102,13 +102,13 @@ class PageKeys(Sequence[bytes]):
         return PageKeys(texts) if isinstance(place, slice) else key_bytes(texts)
 
 
-def proof(name: PageName, page: Parts) -> bytes:
+def trailer(name: PageName, page: Parts) -> bytes:
     """The end of the value of ``page`` in a shared tier: only this page of this name has it."""
     hasher = xxhash.xxh3_128()
     for part in page:
         hasher.update(part)
     hasher.update(name.page + bytes(name.shard))
-    return _PROOF_MAGIC + hasher.digest()
+    return _TRAILER_MAGIC + hasher.digest()
 
 
 def round_up(length: int) -> int:

@@ -13,10 +13,10 @@ from itertools import combinations
 import torch
 
 from hcache_backend.krul.pair_forms import MergedPair
-from hcache_backend.restore.recompute import ProbedLayer
+from hcache_backend.restore.recompute import AttentionInputs
 from hcache_kernels.codecs import Fp8
 
-PROBE_TOKENS = 32  # the last tokens, which are asked
+ASKED_TOKENS = 32  # the last tokens, which are asked
 _ENDS = 0.1  # share of the tokens that are the first ones, and of those that are the last ones
 _WEIGHTS = 1 << 24  # of attention at once, or those of one query in the heads of a KV head
 
@@ -114,7 +114,7 @@ class PairChoice:
         return tuple((*pair, codes[merged]) for pair, merged in sorted(found.items()))
 
 
-def attention_sums(layers: Sequence[ProbedLayer]) -> PairSums:
+def attention_sums(layers: Sequence[AttentionInputs]) -> PairSums:
     """Compare layers by the Euclidean distances of rows of attention weights. Raises ValueError if
     they do not have the same heads and tokens, or there are fewer tokens than queries."""
     shapes = {(*layer.q.shape[:2], layer.length) for layer in layers}
@@ -153,7 +153,7 @@ def _at_ends(tokens: int, length: int, device: torch.device) -> torch.Tensor:
     return (at < first[:, None]) | (at >= last[:, None])
 
 
-def _weights(layers: Sequence[ProbedLayer]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _weights(layers: Sequence[AttentionInputs]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Weights of all layers, some heads and queries at a time, float32 ``[layers, heads, t, n]``,
     and the mask of tokens on neither end. K is fetched once, of few heads in all layers."""
     (tokens, heads), length = layers[0].q.shape[:2], layers[0].length

@@ -20,7 +20,7 @@ from hcache_backend.config import KrulOption
 from hcache_backend.format.page import PageLayout
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul import pairs as layer_pairs
-from hcache_backend.krul.pairs import PROBE_TOKENS, CodedPair, PairChoice, PairSums
+from hcache_backend.krul.pairs import ASKED_TOKENS, CodedPair, PairChoice, PairSums
 from hcache_backend.krul.segments import PairedLayout, PairedSegments, paired
 from hcache_backend.metrics import logger
 from hcache_backend.ranks import Group, Proposal, Refused, Turn, smallest, sum_of_all_ranks
@@ -139,7 +139,7 @@ class NodePairs:
         def run() -> None:  # an exception here would end the stream of forward passes
             asked = None
             try:
-                asked = recomputer.probe(layers, ids, keys)
+                asked = recomputer.attention_inputs(layers, ids, keys)
                 with torch.inference_mode():
                     found = layer_pairs.attention_sums(asked).table
                 sums.copy_(found, non_blocking=True)
@@ -192,7 +192,7 @@ class NodePairs:
 def _tokens(tree: Any, node_id: int) -> _Tokens:
     spec = tree.build_storage_backup_spec(node_id, True)
     root = tree.empty_match_result.last_device_node
-    ids = np.array(spec.token_ids[-PROBE_TOKENS:], dtype=np.int64)
+    ids = np.array(spec.token_ids[-ASKED_TOKENS:], dtype=np.int64)
     ends, before = ((hashes or [None])[-1] for hashes in (spec.hash_value, spec.prefix_keys))
     return _Tokens(ids, tree.collect_full_device_indices(node_id, root), ends, before)
 
@@ -257,12 +257,12 @@ class Krul:
     ) -> None:
         """Compare the attention of all layers once, as nodes do it in service; raises Refused if
         that fails. K and V of ``token_ids`` are in ``slots``, int64 ``[n]``."""
-        ids = np.array(token_ids)[-PROBE_TOKENS:]
+        ids = np.array(token_ids)[-ASKED_TOKENS:]
         problems: list[Exception] = []
 
         def run() -> None:
             try:
-                asked = recomputer.probe(recomputer.layers, ids, slots)
+                asked = recomputer.attention_inputs(recomputer.layers, ids, slots)
                 with torch.inference_mode():
                     layer_pairs.attention_sums(asked)
             except Exception as error:  # a model's own code, with an unusual batch

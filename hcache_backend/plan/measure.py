@@ -28,7 +28,7 @@ from hcache_backend.format.envelope import round_up
 from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.profile import OPERATIONS, Profile, Rate, processor_name
 from hcache_backend.store import FileOps, best_file_ops
-from hcache_backend.store.direct_io import PageIO, move_all, probe_alignment
+from hcache_backend.store.direct_io import PageIO, find_alignment, move_all
 from hcache_backend.store.file_ops import FOLDER
 from hcache_backend.store.folder import existing_part
 from hcache_backend.streams import current_stream, gpu_name, host_tensor
@@ -226,7 +226,7 @@ def measure(
     )
 
 
-class _Probe(NamedTuple):
+class _TestFile(NamedTuple):
     fd: int
     pieces: int
     io: PageIO
@@ -242,14 +242,14 @@ def read_rate(
     ops = ops or best_file_ops(config)
     piece = round_up(min(PAGE * model.layers * model.hidden_bytes, 16 << 20))
     with ExitStack() as stack:
-        probes = [_written(stack, ops, path, piece, seconds, config) for path in config.dirs]
-        direct = all(probe.io.alignment.flags for probe in probes)
-        return Rate(per_second=_read(probes, piece, config.io_threads, seconds)), direct
+        files = [_written(stack, ops, path, piece, seconds, config) for path in config.dirs]
+        direct = all(file.io.alignment.flags for file in files)
+        return Rate(per_second=_read(files, piece, config.io_threads, seconds)), direct
 
 
 def _written(
     stack: ExitStack, ops: FileOps, path: Path, piece: int, seconds: float, config: HCacheConfig
-) -> _Probe:
+) -> _TestFile:
     """A file of up to 512 MiB that was written within ``seconds``; ``stack`` removes it."""
     name = tempfile.TemporaryDirectory(prefix=".hcache-profile-", dir=existing_part(path))
     folder = os.open(stack.enter_context(name), FOLDER)
@@ -261,7 +261,7 @@ def _written(
             f"{path}: {max(free, 0)} bytes may still be written above 'min_free_bytes' "
             f"({config.min_free_bytes}); measuring needs {_LEAST_PIECES * piece}"
         )
-    alignment = probe_alignment(ops, folder, "alignment")
+    alignment = find_alignment(ops, folder, "alignment")
     fd = ops.open("pages", os.O_RDWR | os.O_CREAT | alignment.flags, folder)
     stack.callback(ops.close, fd)
     room = memoryview(mmap.mmap(-1, piece))
@@ -272,27 +272,27 @@ def _written(
         written += 1
     os.fdatasync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    return _Probe(fd, written, PageIO(ops, alignment, round_up(min(piece, 4 << 20))))
+    return _TestFile(fd, written, PageIO(ops, alignment, round_up(min(piece, 4 << 20))))
 
 
-def _read(probes: Sequence[_Probe], piece: int, threads: int, seconds: float) -> float:
+def _read(files: Sequence[_TestFile], piece: int, threads: int, seconds: float) -> float:
     until = time.perf_counter() + seconds
 
-    def work(probe: _Probe, numbers: Iterator[int]) -> int:
+    def work(file: _TestFile, numbers: Iterator[int]) -> int:
         room, done = memoryview(mmap.mmap(-1, piece)), 0
         for number in numbers:
-            probe.io.read(probe.fd, number * piece, [room])
+            file.io.read(file.fd, number * piece, [room])
             done += piece
             if time.perf_counter() > until:
                 break
         return done
 
     start = time.perf_counter()
-    with ThreadPoolExecutor(threads * len(probes)) as pool:
+    with ThreadPoolExecutor(threads * len(files)) as pool:
         readers = []
-        for probe in probes:
+        for file in files:
             # A random order defeats read-ahead; taking the next number is atomic.
-            numbers = cycle(random.sample(range(probe.pieces), probe.pieces))
-            readers += [pool.submit(work, probe, numbers) for _ in range(threads)]
+            numbers = cycle(random.sample(range(file.pieces), file.pieces))
+            readers += [pool.submit(work, file, numbers) for _ in range(threads)]
         read = sum(reader.result() for reader in readers)
     return read / (time.perf_counter() - start)

@@ -12,7 +12,8 @@ from hcache_backend.plan.profile import OPERATIONS, START_SECONDS
 # Bytes: of weights, assumed, a third of what an H100 reads; 100 GB in a minute.
 DIGESTED_PER_SECOND, PINNED_PER_SECOND = 1e12, 1.7e9
 _PASS = 0.5e-3  # seconds of a layer in an eager pass of a few tokens, assumed
-# Passes of the model: for recomputation the probe, 5 of its own and 3 of ours; 6 more for capture.
+# Passes of the model: for recomputation the observed pass, 5 of its own and 3 of ours; 6 more for
+# capture.
 _KV_PASSES, _HIDDEN_PASSES = 9, 6
 # Measured on a processor: a layer's page through the codec's reference; cold compilations.
 _REFERENCE = 9e-3

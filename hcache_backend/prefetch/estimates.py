@@ -26,11 +26,11 @@ _MODEL_WEIGHT = 0.1
 
 class Estimate:
     """Seconds of an operation: its curve, times a weighted median of the ratios of measurements to
-    it. Any thread. ``known``: the curve is in seconds, and serves without measurements."""
+    it. Any thread. ``in_seconds``: the curve is in seconds, and serves without measurements."""
 
-    def __init__(self, curve: Curve, *, known: bool) -> None:
+    def __init__(self, curve: Curve, *, in_seconds: bool) -> None:
         self._curve = curve
-        self._known = known
+        self._in_seconds = in_seconds
         self._measured: deque[tuple[int, float]] = deque(maxlen=32)
         self._medians: dict[int, float | None] = {}  # by tokens, until the next measurement
         self._lock = threading.Lock()
@@ -42,11 +42,12 @@ class Estimate:
             self._measured.append((tokens, ratio))
             self._medians.clear()
 
-    def part(self, tokens: int, whole: int) -> float | None:
-        """Expected seconds of ``tokens`` by those of the ``whole`` operation; None if unknown."""
-        whole = max(whole, tokens)
-        seconds = self.seconds(whole) if tokens else 0.0
-        return seconds and seconds * self._curve(tokens, 0.0) / self._curve(whole, 0.0)
+    def part(self, tokens: int, of: int) -> float | None:
+        """Expected seconds of ``tokens`` by those of the operation ``of`` so many; None if
+        unknown."""
+        of = max(of, tokens)
+        seconds = self.seconds(of) if tokens else 0.0
+        return seconds and seconds * self._curve(tokens, 0.0) / self._curve(of, 0.0)
 
     def seconds(self, tokens: int, prefix: float = 0.0) -> float | None:
         """Expected seconds; None if unknown."""
@@ -57,7 +58,7 @@ class Estimate:
 
     def slowdown(self, tokens: int) -> float:
         """Expected time on ``tokens`` (at least 1) by the curve; 1 if that is not in seconds."""
-        return (self._ratio(tokens) or 1.0) if self._known else 1.0
+        return (self._ratio(tokens) or 1.0) if self._in_seconds else 1.0
 
     def _ratio(self, tokens: int) -> float | None:
         """Measured times relative to the curve; None if unknown."""
@@ -67,7 +68,7 @@ class Estimate:
                     (ratio, _FADING**age * min(size / tokens, tokens / size) ** 2)
                     for age, (size, ratio) in enumerate(reversed(self._measured))
                 ]
-                if self._known:
+                if self._in_seconds:
                     weighted.append((1.0, _MODEL_WEIGHT))
                 self._medians[tokens] = _median(weighted) if weighted else None
             return self._medians[tokens]
@@ -82,16 +83,18 @@ class Estimates:
     def know(self, machine: Restore | None) -> None:
         """Begin anew, by the cost model of ``machine``, or by times in service alone: an L3 is
         attached or detached."""
-        known = machine is not None
+        in_seconds = machine is not None
         # computing tokens
-        self.prefill = Estimate(machine.prefill if machine else _linear, known=known)
+        self.prefill = Estimate(machine.prefill if machine else _linear, in_seconds=in_seconds)
         # wait of a batch for the load to the device
-        self.load = Estimate(machine.load if machine else _linear, known=known)
-        self.restored = Estimate(_linear, known=False)  # whole loads
+        self.load = Estimate(machine.load if machine else _linear, in_seconds=in_seconds)
+        self.restored = Estimate(_linear, in_seconds=False)  # whole loads
         l3 = machine.profile.l3 if machine and machine.profile else None
         reads = machine.read if machine and l3 is not None else None
-        self.read = Estimate(reads or _linear, known=reads is not None)  # from L3 to host memory
-        self.shared = Estimate(_linear, known=False)  # from the shared tier
+        self.read = Estimate(
+            reads or _linear, in_seconds=reads is not None
+        )  # from L3 to host memory
+        self.shared = Estimate(_linear, in_seconds=False)  # from the shared tier
 
     def slowdown(self, tokens: int) -> float:
         """Recent prefill time of ``tokens`` relative to the profile; 1.0 without measurements."""
@@ -111,9 +114,9 @@ class Estimates:
     def rates(self) -> dict[str, float]:
         """Known rates, in tokens per second, of operations on :data:`SHOWN_TOKENS` tokens."""
         by_name = {"l3_read": self.read, "shared_read": self.shared, "prefill": self.prefill}
-        known = {name: each.seconds(SHOWN_TOKENS) for name, each in by_name.items()}
-        known["load"] = self.loaded(SHOWN_TOKENS)
-        return {name: SHOWN_TOKENS / seconds for name, seconds in known.items() if seconds}
+        found = {name: each.seconds(SHOWN_TOKENS) for name, each in by_name.items()}
+        found["load"] = self.loaded(SHOWN_TOKENS)
+        return {name: SHOWN_TOKENS / seconds for name, seconds in found.items() if seconds}
 
 
 def _linear(tokens: int, prefix: float) -> float:
@@ -143,7 +146,7 @@ class Reading:
 
     prefetch: Prefetch
     start: float
-    whole: int  # tokens of it
+    hit_tokens: int  # all of the hit
     wanted: int  # tokens to read: those that are recomputed meanwhile are not
     step: int  # tokens of a part, which are reported together
     last: float  # when the last part came, or the read began
@@ -157,7 +160,7 @@ class Reading:
     @property
     def before(self) -> int:
         """Tokens that were read before the present tier."""
-        near = self.whole - self.shared
+        near = self.hit_tokens - self.shared
         return near if self.shared and self.tokens >= near else 0
 
 
@@ -212,10 +215,10 @@ class L3Progress:
                 reading.tier = reading.last
 
     def spared(self, tokens: int) -> None:
-        """``tokens`` need not be read: they were recomputed. In a probe they count as if they had
+        """``tokens`` need not be read: they were recomputed. In a trial they count as if they had
         come as fast as the others: otherwise a front that recomputes all hides the speed."""
         reading = self.reading
-        if reading is not None and reading.prefetch.probed is not None and reading.tokens:
+        if reading is not None and reading.prefetch.trial is not None and reading.tokens:
             reading.start -= (reading.last - reading.start) * tokens / reading.tokens
             reading.tokens += tokens
         elif reading is not None:
@@ -283,7 +286,7 @@ class L3Progress:
 
     def _expected(self, reading: Reading | None, tokens: int, shared: int) -> float | None:
         """Expected seconds of ``tokens``, of a read if there is one; None if unknown."""
-        whole, far_whole = (reading.whole, reading.shared) if reading is not None else (0, 0)
-        near = self.estimates.read.part(tokens - shared, whole - far_whole)
-        far = self.estimates.shared.part(shared, far_whole)
+        of, of_shared = (reading.hit_tokens, reading.shared) if reading is not None else (0, 0)
+        near = self.estimates.read.part(tokens - shared, of - of_shared)
+        far = self.estimates.shared.part(shared, of_shared)
         return None if near is None or far is None else near + far

@@ -5,7 +5,7 @@
 - A prefetch that is slower than computing what is left ends with what has arrived.
 - Computing a hit is behind the GPU's present work, and delays hits that are read: both count.
 - While requests wait for the GPU, only its time counts, however long L3 takes.
-- An L3 that was slow is probed: a hit is read whole, and judged after a small part of its time.
+- An L3 that was slow is tried: all of a hit is read, and judged after a small part of its time.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _ENDING_MARGIN = 1.25  # going on must be slower by this factor to end a prefetc
 _JUDGED = 4  # prefetches that are judged in a turn: L3 is read for one after the other
 _SILENCE_SECONDS = 60.0  # between two log lines about refused hits
 _SHOWN_SECONDS = 1.0  # between two updates of the shown rates
-PROBE_SECONDS = 10.0  # from the last read to the next probe while hits are refused, ...
-LONGEST_PROBE_SECONDS = 320.0  # ...twice as long after each slow probe, up to this
-PROBE_SHARE = 0.05  # a probe is judged after this share of the time to compute its hit
+TRIAL_SECONDS = 10.0  # from the last read to the next trial while hits are refused, ...
+LONGEST_TRIAL_SECONDS = 320.0  # ...twice as long after each slow trial, up to this
+TRIAL_SHARE = 0.05  # a trial is judged after this share of the time to compute its hit
 
 catching = partial(metrics.catching, "hit_gate", "a decision about an L3 hit failed; it is read")
 
@@ -66,11 +66,11 @@ class Gpu:
 
 
 @dataclass
-class _Probes:
+class _Trials:
     """When a slow tier is read again."""
 
     last_read: float = -math.inf  # in the clock's seconds
-    pause: float = PROBE_SECONDS
+    pause: float = TRIAL_SECONDS
 
 
 @dataclass(eq=False)
@@ -87,7 +87,7 @@ class HitGate:
         self.estimates, self.gpu = self.l3.estimates, Gpu(self.l3.clock)
         self.times = HitTimes(self.l3)
         self.agreed_stalled = False  # when the ranks last agreed
-        self._probes = (_Probes(), _Probes())  # of the page store, and of the shared tier
+        self._trials = (_Trials(), _Trials())  # of the page store, and of the shared tier
         self._running: list[Any] = []  # SGLang's operations, in the order in which they are read
         self._proposal: Proposal | None = None
         self._logged = self._shown = -math.inf  # when a refused hit was logged, and rates shown
@@ -187,7 +187,7 @@ class HitGate:
         now = self.l3.clock()
         with self.prefetches.lock:
             hit = Hit(tokens, prefetch.prefix, wanted - tokens + 1, shared, prefetch.recomputing)
-            prefetch.hit, prefetch.probed, prefetch.whole = None, None, not parts
+            prefetch.hit, prefetch.trial, prefetch.all_or_nothing = None, None, not parts
             problem = self._too_slow(hit, now)
             taken = tokens if problem is None else self._part_of(hit, parts, prefetch, now)
             if taken:
@@ -238,24 +238,24 @@ class HitGate:
         self._show()
         with self.prefetches.lock:
             self.l3.reading = None
-            self._probe_ends(reading, seconds)
-            self._probes[reading.shared > 0].last_read = now
+            self._trial_ends(reading, seconds)
+            self._trials[reading.shared > 0].last_read = now
             if not reading.prefetch.refused:
                 reading.prefetch.state = State.DONE
             self.prefetches.hits.pop(reading.prefetch, None)
 
-    def _probe_ends(self, reading: Reading, seconds: float) -> None:
+    def _trial_ends(self, reading: Reading, seconds: float) -> None:
         """What the end of a read says about its tier."""
-        probes, prefetch = self._probes[reading.shared > 0], reading.prefetch
-        probed, failed = prefetch.probed, reading.gave_up or prefetch.refused
-        if probed is None:
+        trials, prefetch = self._trials[reading.shared > 0], reading.prefetch
+        trial, failed = prefetch.trial, reading.gave_up or prefetch.refused
+        if trial is None:
             if prefetch.hit is not None:  # it seemed worth it
-                probes.pause = PROBE_SECONDS
+                trials.pause = TRIAL_SECONDS
         elif failed or 0 < reading.tokens == reading.wanted:
-            hit = probed.cut(reading.whole)._replace(recomputing=None)
+            hit = trial.cut(reading.hit_tokens)._replace(recomputing=None)
             pays = not failed and self._pays(hit, seconds)
-            longer = min(max(PROBE_SECONDS, 2 * probes.pause), LONGEST_PROBE_SECONDS)
-            probes.pause = 0.0 if pays else longer  # the next one confirms a good one at once
+            longer = min(max(TRIAL_SECONDS, 2 * trials.pause), LONGEST_TRIAL_SECONDS)
+            trials.pause = 0.0 if pays else longer  # the next one confirms a good one at once
         # Otherwise its client is gone, or pages are: no evidence about the disk.
 
     def _measured(self, reads: Estimate, tokens: int, wanted: int, seconds: float) -> None:
@@ -292,21 +292,21 @@ class HitGate:
 
     def _ends(self, prefetch: Prefetch, rest: Hit, begin: float, now: float) -> bool:
         """True if a prefetch should end, whose ``rest`` is read in ``begin`` seconds, or now."""
-        hit, probed = prefetch.hit, prefetch.probed
-        if hit is None or self.gpu.wanted or (prefetch.whole and probed is None):
-            return False  # without worth in parts it is read to its end, unless it is a probe
-        worth = 0 if prefetch.whole else prefetch.arrived - prefetch.lost
+        hit, trial = prefetch.hit, prefetch.trial
+        if hit is None or self.gpu.wanted or (prefetch.all_or_nothing and trial is None):
+            return False  # without worth in parts it is read to its end, unless it is a trial
+        worth = 0 if prefetch.all_or_nothing else prefetch.arrived - prefetch.lost
         others = (one for one in self.prefetches.hits if one is not prefetch)
         busy = self.gpu.seconds_busy(now)
         computing = self.times.computed(hit.without(worth), busy, others, now)
         if computing is None:
             return False
-        if probed is not None:
-            judged = PROBE_SHARE * (self.times.saved(probed) or 0.0)
+        if trial is not None:
+            judged = TRIAL_SHARE * (self.times.saved(trial) or 0.0)
             if self.times.since_begun(prefetch, now) < judged:
                 return False
         going_on = self.times.going_on(prefetch, rest, begin, now)
-        margin = 1.0 if prefetch.whole else _ENDING_MARGIN
+        margin = 1.0 if prefetch.all_or_nothing else _ENDING_MARGIN
         return going_on * self._min_gain > margin * computing
 
     def _part_of(self, hit: Hit, parts: bool, prefetch: Prefetch, now: float) -> int:
@@ -314,18 +314,18 @@ class HitGate:
         near, kept = hit.cut(hit.tokens - hit.shared) if parts else hit, 0
         if 0 < near.tokens < hit.tokens and self._too_slow(near, now) is None:
             kept = near.tokens
-        probed = hit if kept or not near.tokens else near
-        if not self._is_probe_due(probed, now):
+        trial = hit if kept or not near.tokens else near
+        if not self._is_trial_due(trial, now):
             return kept
-        prefetch.probed = probed
-        return probed.tokens
+        prefetch.trial = trial
+        return trial.tokens
 
-    def _is_probe_due(self, hit: Hit, now: float) -> bool:
+    def _is_trial_due(self, hit: Hit, now: float) -> bool:
         others = any(one.left for one in self.prefetches.hits)
         busy = others or self.l3.reading is not None or self.l3.seems_stalled(now)
-        probes = self._probes[hit.shared > 0]
+        trials = self._trials[hit.shared > 0]
         # A hit that is not worth it however fast L3 is tells nothing.
-        return not busy and self._pays(hit, 0.0) and now - probes.last_read >= probes.pause
+        return not busy and self._pays(hit, 0.0) and now - trials.last_read >= trials.pause
 
     def _show(self) -> None:
         now = self.l3.clock()

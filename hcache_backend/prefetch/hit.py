@@ -73,14 +73,14 @@ class Prefetch:
     recomputing: Recomputing | None = None  # as in Hit
     state: State = State.ASKED
     hit: Hit | None = None  # is being read, or will be
-    probed: Hit | None = None  # the whole hit, if it is read to measure the present speed of L3
+    trial: Hit | None = None  # the whole hit, if it is read to measure the present speed of L3
     meeting: Meeting | None = None  # None: it is read in order
     info: Record | None = None  # None: it is over, or SGLang has not begun it
     anchor: Any = None  # SGLang's node before it
     token_ids: Ids | None = None  # from the hit on; None: it is read in order
     arrived: int = 0  # of the hit, on all ranks
     step: int = 1  # arrivals are multiples of this
-    whole: bool = False  # a part of it is worth nothing without the rest
+    all_or_nothing: bool = False  # a part of it is worth nothing without the rest
     lost: int = 0  # arrived, but worth nothing without the rest
     reachable: float = math.inf  # not yet arrived, and slices can still reach them
     asked: int = 0  # its place among all that SGLang asked for

@@ -71,12 +71,12 @@ class BatchedReads:
         meeting: Meeting | None = None,
         until_met: UntilMet | None = None,
         *,
-        probes: bool = False,
+        trial: bool = False,
     ) -> int:
         """Read a prefetch in order, or from its last page to the ``meeting``. Every rank makes the
         same number of reports, even if it reads less: they are reduced together. ``until_met`` is
         :meth:`.Fronts.until_met`: pages that the front would reach sooner are left to it. One
-        that ``probes`` L3 reads a page first, however slow L3 seems.
+        that ``trial`` L3 reads a page first, however slow L3 seems.
         Returns the number of leading pages that were read in order and are there."""
         every = prefetch.pages
         step, order, back = batch_pages(every), _InOrder(every), range(every, every)
@@ -88,7 +88,7 @@ class BatchedReads:
             while left and not prefetch.has_ended():
                 if meeting is None or until_met is None:
                     pages = order.next_batch(left)
-                elif first and probes:
+                elif first and trial:
                     pages = meeting.next_batch(1)
                 else:
                     pages = self._next_back(prefetch, meeting, until_met, left)

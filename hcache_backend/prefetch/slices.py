@@ -21,10 +21,10 @@ class SliceBudget:
     """Bounds a slice: it may take ``seconds`` if it has the GPU alone, and have ``tokens``.
     ``curve``: recomputing all layers. ``known``: in seconds; otherwise the first slice is short."""
 
-    def __init__(self, seconds: float, tokens: int, curve: Curve, *, known: bool) -> None:
+    def __init__(self, seconds: float, tokens: int, curve: Curve, *, in_seconds: bool) -> None:
         self.tokens = tokens
         self._seconds = seconds
-        self._recomputing = Estimate(curve, known=known)
+        self._recomputing = Estimate(curve, in_seconds=in_seconds)
         self._launched: deque[tuple[RunningRestore, int]] = deque()  # with the tokens before it
 
     def pages(

@@ -90,20 +90,20 @@ class HitTimes:
         return whole + sum(whole - there for there in delayed)
 
     def since_begun(self, prefetch: Prefetch, now: float) -> float:
-        """Since it is read; a probe, from its tier. 0 if it is not read yet."""
+        """Since it is read; a trial, from its tier. 0 if it is not read yet."""
         reading = self._l3.reading
         if reading is None or reading.prefetch is not prefetch:
             return 0.0
-        return now - (reading.tier if prefetch.probed else reading.start)
+        return now - (reading.tier if prefetch.trial else reading.start)
 
     def going_on(self, prefetch: Prefetch, rest: Hit, begin: float, now: float) -> float:
         """To have the ``rest`` of a prefetch, whose read begins in ``begin`` seconds, or has."""
-        reading, probed = self._l3.reading, prefetch.probed is not None
+        reading, trial = self._l3.reading, prefetch.trial is not None
         if reading is None or reading.prefetch is not prefetch:
-            return begin if probed else begin + self.left(rest)
-        here = max(0, prefetch.arrived - (reading.before if probed else 0)) + prefetch.step
+            return begin if trial else begin + self.left(rest)
+        here = max(0, prefetch.arrived - (reading.before if trial else 0)) + prefetch.step
         at_this_pace = self.since_begun(prefetch, now) * rest.tokens / here
-        if probed:  # L3 alone
+        if trial:  # L3 alone
             return at_this_pace
         if (in_time := self._l3.left_in_time(now)) is None:
             return self.both(rest, max(at_this_pace, self.reading(rest)))

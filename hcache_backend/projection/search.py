@@ -5,9 +5,9 @@ which nothing is done to, shows its columns in their output. K is looked for in 
 under every norm and RoPE that the attention module could hold, then under every rounding of
 kernels. The best guess must prove itself by numbers, on all evidence.
 
-The module is asked about more than the probe shows: large positions (a RoPE that is no plain
-look-up), loud hidden states (clamps, saturation), quiet ones (biases, epsilons). Other batch sizes
-show other orders of sums: a spec may be as far off as these explain, and no further."""
+The module is asked about more than the self-check's tokens show: large positions (a RoPE that is no
+plain look-up), loud hidden states (clamps, saturation), quiet ones (biases, epsilons). Other batch
+sizes show other orders of sums: a spec may be as far off as these explain, and no further."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Sample:
 class Evidence:
     """Answers of a layer's attention module."""
 
-    samples: list[Sample]  # the probe, then the probe with other positions beside it, then others
-    own: KVExactness  # how exactly the module repeats the probe at other batch sizes
+    samples: list[Sample]  # the observed tokens, then with other positions beside them, then others
+    own: KVExactness  # how exactly the module repeats the observed tokens at other batch sizes
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def gather_evidence(
     layer: AttentionLayer, hidden: torch.Tensor, positions: torch.Tensor, position_limit: int
 ) -> Evidence:
     """Ask the attention module; always the same number of calls, on every rank. ``hidden`` (``[n,
-    hidden]``) and ``positions`` are the probe's. The model serves positions below
+    hidden]``) and ``positions`` are the observed ones. The model serves positions below
     ``position_limit``. Raises ProjectionFailed if the module gave no K and V."""
 
     def ask(what: str, rows: torch.Tensor, where: torch.Tensor) -> Sample:
@@ -64,38 +64,40 @@ def gather_evidence(
         return Sample(what, rows, where, k, v)
 
     n = len(hidden)
-    probe = ask("the probe's tokens", hidden, positions)
+    observed = ask("the observed tokens", hidden, positions)
     # The module may not be asked beyond the RoPE tables in sight.
     tables = (getattr(module, projector.COS_SIN, None) for module in layer.module.modules())
     lengths = (len(table) for table in tables if isinstance(table, torch.Tensor))
     places = _places(min([position_limit, *lengths]))
     far = ask(
-        "the probe's tokens at other positions",
+        "the observed tokens at other positions",
         hidden.repeat(1 + len(places), 1),
         torch.cat([positions, places.repeat_interleave(n).to(positions.device)]),
     )
-    largest = float(torch.maximum(probe.k.abs().amax(), probe.v.abs().amax()))
+    largest = float(torch.maximum(observed.k.abs().amax(), observed.v.abs().amax()))
     # The factor by which hidden states can still grow in their type.
     room = float(torch.finfo(hidden.dtype).max) / 16 / max(float(hidden.abs().amax()), 1e-30)
     loud = hidden * min(_LOUD / largest, room) if largest else hidden
     quiet = hidden * (_QUIET / largest) if largest else hidden
-    samples = [probe, far, ask("loud hidden states", loud, positions)]
+    samples = [observed, far, ask("loud hidden states", loud, positions)]
     samples.append(ask("quiet hidden states", quiet, positions))
     again = [(far.k[:n], far.v[:n])]
     for size in _BATCH_SIZES:
         batches = zip(hidden.split(size), positions.split(size), strict=True)
         k, v = zip(*(project_with_module(layer, *rows) for rows in batches), strict=True)
         again.append((torch.cat(k), torch.cat(v)))
-    first = (probe.k, probe.v)
+    first = (observed.k, observed.v)
     return Evidence(samples, exactness.worst(kv_exactness(kv, first, hidden.dtype) for kv in again))
 
 
 def dependence(layer: AttentionLayer, evidence: Evidence) -> str | None:
     """A message if K of a token changes with the positions projected beside it, or None. No page of
     such a layer can be restored: it does not say which tokens stood beside its own."""
-    probe, far = evidence.samples[:2]
-    n = len(probe.hidden)
-    if exactness.relative_difference(far.k[:n], probe.k) <= exactness.tolerance(probe.hidden.dtype):
+    observed, far = evidence.samples[:2]
+    n = len(observed.hidden)
+    if exactness.relative_difference(far.k[:n], observed.k) <= exactness.tolerance(
+        observed.hidden.dtype
+    ):
         return None
     return (
         f"K of {layer.name} at positions 0..{n - 1} changes when position "
@@ -107,7 +109,7 @@ def dependence(layer: AttentionLayer, evidence: Evidence) -> str | None:
 def _difference(spec: LayerSpec, samples: list[Sample]) -> tuple[float, str]:
     """The worst relative difference between a spec's K and V and the module's, and its place."""
     found: list[tuple[float, str]] = []
-    n = len(samples[0].hidden)  # the probe's tokens: compared together at all their positions
+    n = len(samples[0].hidden)  # the observed tokens: compared together at all their positions
     for sample in samples:
         try:
             made = spec.compute(sample.hidden, sample.positions)
@@ -192,19 +194,19 @@ class _Fed(NamedTuple):
 def find_spec(layer: AttentionLayer, evidence: Evidence) -> LayerSpec:
     """The spec of a layer, proven on ``evidence``. Calls the attention module once more, watched.
     Raises NoSpec if nothing that was tried gives the module's K and V."""
-    probe = evidence.samples[0]
-    head_dim = probe.k.shape[-1]
-    if probe.v.shape != probe.k.shape:
-        raise NoSpec(f"K has heads of {head_dim} and V of {probe.v.shape[-1]}")
-    if not (fed := _watch(layer, probe, head_dim)):
+    observed = evidence.samples[0]
+    head_dim = observed.k.shape[-1]
+    if observed.v.shape != observed.k.shape:
+        raise NoSpec(f"K has heads of {head_dim} and V of {observed.v.shape[-1]}")
+    if not (fed := _watch(layer, observed, head_dim)):
         raise NoSpec(f"no linear module gives heads of {head_dim} for the hidden states")
-    v = next(filter(None, (_columns(one, probe.v, probe) for one in fed)), None)
+    v = next(filter(None, (_columns(one, observed.v, observed) for one in fed)), None)
     if v is None:
         raise NoSpec("V is not a part of what a linear module gives for the hidden states")
     guesses = [
         LayerSpec(k, v, norm, rotary, fused=False)
-        for norm, rotary in product(_norms(layer, probe), _rotaries(layer, head_dim))
-        for k in (_columns(one, probe.k, probe, norm, rotary) for one in fed)
+        for norm, rotary in product(_norms(layer, observed), _rotaries(layer, head_dim))
+        for k in (_columns(one, observed.k, observed, norm, rotary) for one in fed)
         if k is not None
     ]
     if not guesses:
@@ -215,14 +217,14 @@ def find_spec(layer: AttentionLayer, evidence: Evidence) -> LayerSpec:
         raise NoSpec(problem)
     spec = _with_its_rounding(guesses[best], evidence.samples[1])
     reached = spec_exactness(spec, evidence.samples)
-    if not reached.as_good_as(evidence.own, Bound.of_product(probe.k.dtype)):
+    if not reached.as_good_as(evidence.own, Bound.of_product(observed.k.dtype)):
         raise NoSpec(LESS_EXACT, reached)
     fused = _fused(spec)
     # Packed weights look like plain ones, and some modules do more than multiply.
     return spec if fused is None or spec_problem(fused, evidence) else fused
 
 
-def _watch(layer: AttentionLayer, probe: Sample, head_dim: int) -> list[_Fed]:
+def _watch(layer: AttentionLayer, observed: Sample, head_dim: int) -> list[_Fed]:
     """The modules inside the attention module that receive the hidden states."""
     fed: dict[int, _Fed] = {}
     outputs = []  # kept, so that no two of them get the same memory
@@ -233,10 +235,10 @@ def _watch(layer: AttentionLayer, probe: Sample, head_dim: int) -> list[_Fed]:
         if (
             isinstance(given, torch.Tensor)
             and isinstance(output, torch.Tensor)
-            and (given.shape, given.dtype) == (probe.hidden.shape, probe.hidden.dtype)
+            and (given.shape, given.dtype) == (observed.hidden.shape, observed.hidden.dtype)
             and output.dim() == 2
             and output.shape[1] % head_dim == 0
-            and torch.equal(given, probe.hidden)
+            and torch.equal(given, observed.hidden)
         ):
             # A module around a linear one ends after it: of the same output, the inner one counts.
             outputs.append(output)
@@ -246,7 +248,7 @@ def _watch(layer: AttentionLayer, probe: Sample, head_dim: int) -> list[_Fed]:
     inner = [module for module in layer.module.modules() if module is not layer.module]
     handles = [one.register_forward_hook(on_output, with_kwargs=True) for one in inner]
     try:
-        project_with_module(layer, probe.hidden, probe.positions)
+        project_with_module(layer, observed.hidden, observed.positions)
     finally:
         for handle in handles:
             handle.remove()
@@ -256,12 +258,12 @@ def _watch(layer: AttentionLayer, probe: Sample, head_dim: int) -> list[_Fed]:
 def _columns(
     fed: _Fed,
     wanted: torch.Tensor,
-    probe: Sample,
+    observed: Sample,
     norm: NormModule | None = None,
     rotary: RotaryTable | None = None,
 ) -> Columns | None:
-    """Columns of the heads of ``wanted``, K or V of the probe, if ``norm`` and ``rotary`` make each
-    out of a block."""
+    """Columns of the heads of ``wanted``, K or V of the observed tokens, if ``norm`` and ``rotary``
+    make each out of a block."""
     key_norm = None if norm is None else norm.key_norm()
     key_rotary = None if rotary is None else rotary.rotary()
     # A norm over all heads divides each token by a number that depends on where all of K stands:
@@ -269,7 +271,7 @@ def _columns(
     scale_free = key_norm is not None and key_norm.over == "all"
     starts: list[int] = []
     for number, head in enumerate(wanted.unbind(1)):
-        finished = _finish(fed.blocks, number, key_norm, key_rotary, probe)
+        finished = _finish(fed.blocks, number, key_norm, key_rotary, observed)
         place = _match(finished, head, scale_free)
         if place is None:
             return None
@@ -278,7 +280,7 @@ def _columns(
 
 
 def _finish(
-    blocks: torch.Tensor, head: int, norm: KeyNorm | None, rotary: Rotary | None, probe: Sample
+    blocks: torch.Tensor, head: int, norm: KeyNorm | None, rotary: Rotary | None, observed: Sample
 ) -> torch.Tensor:
     """Every block as if it were head number ``head`` of K, or of V without norm and RoPE."""
     dim = blocks.shape[-1]
@@ -291,7 +293,7 @@ def _finish(
             blocks, norm = (blocks if weight is None else blocks * weight), None
         else:
             norm = replace(norm, weight=weight, bias=bias)
-    return finish_keys(blocks, probe.positions, norm, rotary, Rounding())
+    return finish_keys(blocks, observed.positions, norm, rotary, Rounding())
 
 
 def _match(blocks: torch.Tensor, head: torch.Tensor, scale_free: bool) -> int | None:
@@ -305,10 +307,10 @@ def _match(blocks: torch.Tensor, head: torch.Tensor, scale_free: bool) -> int | 
     return place if float(off[place]) <= allowed * float(head.square().mean().sqrt()) else None
 
 
-def _norms(layer: AttentionLayer, probe: Sample) -> Iterator[NormModule | None]:
+def _norms(layer: AttentionLayer, observed: Sample) -> Iterator[NormModule | None]:
     """Candidates for the norm of K: none, and each module with an epsilon, applied in every way."""
     yield None
-    heads, dim = probe.k.shape[1:]
+    heads, dim = observed.k.shape[1:]
     for module in layer.module.modules():
         if projector.epsilon_of(module) is None:
             continue

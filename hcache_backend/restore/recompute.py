@@ -18,7 +18,7 @@ from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.streams import Stream, to_device
 
 
-class ProbedLayer(Protocol):
+class AttentionInputs(Protocol):
     """The last queries ``q`` of a sequence in one layer (``[t, heads, dim]``, as attention receives
     them) and what they attend to: ``length`` tokens, whose products are scaled by ``scale``."""
 
@@ -83,7 +83,7 @@ class RecomputePass:
 
 
 class _Asked(NamedTuple):
-    """A :class:`ProbedLayer` whose K is in the pool."""
+    """A :class:`AttentionInputs` whose K is in the pool."""
 
     q: torch.Tensor
     scale: float
@@ -93,7 +93,7 @@ class _Asked(NamedTuple):
 
 
 @dataclass(eq=False)
-class _ProbePass(RecomputePass):
+class _AttentionPass(RecomputePass):
     """A pass over tokens whose K and V are in the pool already; it writes nothing there."""
 
     layers: list[_Asked] = field(default_factory=list)  # what attention received, by layer
@@ -156,9 +156,9 @@ class Recomputer:
             begin = end
 
     @torch.inference_mode()
-    def probe(
+    def attention_inputs(
         self, layers: int, token_ids: np.ndarray, keys: torch.Tensor
-    ) -> Sequence[ProbedLayer]:
+    ) -> Sequence[AttentionInputs]:
         """Ask the last tokens of a sequence again in ``layers`` layers; the pool stays as it is.
         ``token_ids`` are the last tokens, int64 ``[t]``; ``keys`` the slots of all, int64 ``[n]``,
         on the device. The result reads K there: use it on the same stream, while K is there. The
@@ -167,7 +167,7 @@ class Recomputer:
         device, first = keys.device, len(keys) - len(token_ids)
         nowhere = torch.zeros(len(token_ids), dtype=torch.int64, device=device)  # SGLang's padding
         positions = torch.arange(first, len(keys), device=device)
-        asked = _ProbePass(self._pool, self._first_layer + layers - 1, keys, nowhere)
+        asked = _AttentionPass(self._pool, self._first_layer + layers - 1, keys, nowhere)
         self._run(to_device(token_ids, device), positions, asked)
         return asked.layers
 

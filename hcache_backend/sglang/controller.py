@@ -23,7 +23,7 @@ from hcache_backend.checks.service import KVChecks, ServiceChecks
 from hcache_backend.config import ConfigError
 from hcache_backend.host.loads import LoadQueue, Prefix, QueuedLoad
 from hcache_backend.host.node_backups import NodeBackups, NodeLayouts
-from hcache_backend.host.page_proofs import PageProofs
+from hcache_backend.host.page_headers import PageHeaders
 from hcache_backend.host.ports import Controller
 from hcache_backend.host.stages import StagePages
 from hcache_backend.prefetch.eager_loads import EagerLoads
@@ -69,7 +69,7 @@ class OwnPagesController(HybridCacheController, Controller):
         runtime, pool, capture, alone = self._runtime, self._pool, self._capture, stack.stages.alone
         positions = int(runtime.runner.model_config.context_len)
         layout, hidden, writer = pool.page_layout, capture is not None, runtime.writer
-        self._proofs = PageProofs(self._weights, pool.arena, layout, hidden, positions, writer)
+        self._headers = PageHeaders(self._weights, pool.arena, layout, hidden, positions, writer)
         self.node_backups = NodeBackups(
             pool, capture, stack.layouts, self, self.start_writing, alone
         )
@@ -214,7 +214,7 @@ class OwnPagesController(HybridCacheController, Controller):
             problem = "unsettled"
         elif self._pool.arena.unfit(needed).any():
             problem = "not_encodable"
-        elif not usable or not self._proofs.may_project(needed):
+        elif not usable or not self._headers.may_project(needed):
             problem = "stale_host_page"
         elif not self.stages.have(host_pages):
             problem = "another_stage"
@@ -255,7 +255,7 @@ class OwnPagesController(HybridCacheController, Controller):
         with metrics.catching("backup", "pages of a node are not stored"):  # a thread of SGLang's
             pages, keys = self._pool.page_ids(operation.host_indices), operation.hash_value
             first = None if before is None else len(before) * self.page_size
-            sealed = self._proofs.seal(pages, keys, token_array(operation.token_ids), first)
+            sealed = self._headers.seal(pages, keys, token_array(operation.token_ids), first)
         if sealed < len(operation.hash_value):
             operation.hash_value = operation.hash_value[:sealed]
             operation.host_indices = operation.host_indices[: sealed * self.page_size]
@@ -297,11 +297,11 @@ class OwnPagesController(HybridCacheController, Controller):
         assert self._batches is not None and self.eager is not None
         prefetch = self._runtime.prefetches.of(operation)
         self._read_drafts(operation)
-        meeting, probes = prefetch.meeting, prefetch.probed is not None
+        meeting, trial = prefetch.meeting, prefetch.trial is not None
         get, size = self._page_get_zero_copy, self._pool.page_size
         read = of_operation(operation, size, get, self._report, back=meeting is not None)
         until_met = self.eager.fronts.until_met
-        there = self._batches.transfer(read, meeting, until_met, probes=probes)
+        there = self._batches.transfer(read, meeting, until_met, trial=trial)
         self._page_transfer_sidecar(operation, there)  # SGLang's report of other pools
 
     def _read_drafts(self, operation: Any) -> None:
@@ -345,11 +345,11 @@ class OwnPagesController(HybridCacheController, Controller):
             # With buffer_only, `hash_value` loses pages that the device has got meanwhile.
             first = operation.all_hash_values.index(keys[0]) if keys else 0
             tokens = token_array(operation.token_ids)[first * self.page_size :]
-            ids, verified = host_pages[:got], self._storage_verifies
-            proven = self._proofs.proven(ids, keys, tokens, verified=verified)
-            arena.settle(host_pages[:proven], ticket)
-            self._runtime.l3.arrived(proven * self.page_size)
-            return proven
+            ids, checked = host_pages[:got], self._storage_verifies
+            count = self._headers.verified_pages(ids, keys, tokens, digests_checked=checked)
+            arena.settle(host_pages[:count], ticket)
+            self._runtime.l3.arrived(count * self.page_size)
+            return count
         return 0
 
     @property

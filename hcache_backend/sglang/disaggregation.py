@@ -65,7 +65,7 @@ def _numbers(weights: Weights | None) -> torch.Tensor:
     """The digest of ``weights``, int32 ``[4]``; zeros if pages must not be stored anyway."""
     if weights is None or weights.suspended is not None:
         return torch.zeros(4, dtype=torch.int32)
-    return torch.frombuffer(bytearray(weights.whole), dtype=torch.int32)
+    return torch.frombuffer(bytearray(weights.any_ranks), dtype=torch.int32)
 
 
 _PREFILL = _MODULES + "prefill.SchedulerDisaggregationPrefillMixin."

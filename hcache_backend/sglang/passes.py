@@ -21,7 +21,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, PPProxyTensors
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from hcache_backend.checks.probe import Observation, Passed, is_quantised, probe_tokens
+from hcache_backend.checks.self_check import Observation, Passed, check_tokens, is_quantised
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.ranks import Group, Refused, smallest
 from hcache_backend.restore.recompute import RecomputePass, Recomputer
@@ -32,14 +32,14 @@ from hcache_backend.streams import Stream, current_stream, of, to_device
 
 @torch.no_grad()
 def run_prompts(runner: Any, lengths: Sequence[int], before: int = 0) -> Passed:
-    """Run prompts of these lengths that begin as the probe does. ``before``: first tokens of a
-    single prompt with a pass of their own; positions and ids are of the last pass. Then both pools
-    are emptied, also after an error: a lost slot would stop the server later."""
+    """Run prompts of these lengths that begin as the self-check's does. ``before``: first tokens of
+    a single prompt with a pass of their own; positions and ids are of the last pass. Then both
+    pools are emptied, also after an error: a lost slot would stop the server later."""
     vocabulary = runner.model_config.vocab_size
     prefix: torch.Tensor | None = None
     try:
         for length in ([before], lengths) if before else (lengths,):
-            prompts = [prefill_request(probe_tokens(vocabulary, n), prefix) for n in length]
+            prompts = [prefill_request(check_tokens(vocabulary, n), prefix) for n in length]
             with _Stages() as stages, _without_prefill_graphs(runner):
                 forward = forward_batch(runner, prefill_batch(runner, prompts))
                 positions, token_ids = forward.positions.clone(), forward.input_ids.clone()
@@ -58,10 +58,10 @@ def run_again(runner: Any, lengths: Sequence[int], before: int = 0) -> Sequence[
 
 @torch.no_grad()
 def prefill_and_decode(runner: Any, tokens: int, ranks: Group, *, graphs: bool) -> torch.Tensor:
-    """Run all but the last token of a prompt that begins as the probe, then the last one; returns
-    the slots, int64 ``[tokens]``, at least two. The decode step uses a recorded CUDA graph, and
-    with ``graphs`` the prefill too. Raises Refused if another of ``ranks`` failed."""
-    prompt = probe_tokens(runner.model_config.vocab_size, tokens)
+    """Run all but the last token of a prompt that begins as the self-check's, then the last one;
+    returns the slots, int64 ``[tokens]``, at least two. The decode step uses a recorded CUDA graph,
+    and with ``graphs`` the prefill too. Raises Refused if another of ``ranks`` failed."""
+    prompt = check_tokens(runner.model_config.vocab_size, tokens)
     batch: Any = None
     slots: list[torch.Tensor] = []
     problem: Exception | None = None

@@ -15,12 +15,12 @@ from hcache_backend import metrics
 from hcache_backend.fingerprint import (
     TensorDigest,
     Weights,
+    any_ranks_fingerprint,
     digest_tensors,
     fingerprint,
     model_tensors,
     namespace,
     of_all_stages,
-    whole_fingerprint,
 )
 from hcache_backend.format.page import FORMAT_VERSION
 from hcache_backend.host.stages import PipelineStages
@@ -70,7 +70,7 @@ class LoadedWeights:
     def namespace_of(self, weights: Weights, **shape: object) -> bytes:
         """Namespace (16 bytes) of pages that ``weights`` made and that look like ``shape``. With
         ``any_ranks`` in it, servers with other numbers of ranks share the namespace."""
-        digest = weights.whole if shape.get("any_ranks") else weights.fingerprint
+        digest = weights.any_ranks if shape.get("any_ranks") else weights.fingerprint
         # Asked for by every batch of pages; building it walks the model's whole configuration.
         key = (digest, repr(sorted(shape.items())))
         if key not in self._namespaces:
@@ -208,7 +208,7 @@ class LoadedWeights:
             self.present = Weights(
                 of_all_stages([stage.fingerprint for stage in stages]),
                 self.present.suspended if self.present else None,
-                of_all_stages([stage.whole for stage in stages]),
+                of_all_stages([stage.any_ranks for stage in stages]),
             )
 
     def _weights_gathered(self, gathered: Future[list[Weights | None]]) -> None:
@@ -233,7 +233,11 @@ def _stage_weights(model: Any) -> Weights | None:
     except Exception:
         logger.exception("hcache: the weights could not be read")
     ranks = get_tp_group().all_gather_object(own)
-    return None if None in ranks else Weights(fingerprint(ranks), whole=whole_fingerprint(ranks))
+    return (
+        None
+        if None in ranks
+        else Weights(fingerprint(ranks), any_ranks=any_ranks_fingerprint(ranks))
+    )
 
 
 def _digest_model(model: Any) -> list[TensorDigest]:

@@ -1,4 +1,4 @@
-"""HiCache's stack over own pages: the plan of the pages and its proof; then host pool, capture,
+"""HiCache's stack over own pages: the plan of the pages, checked; then host pool, capture,
 restores and controller, put together. HiCache asks :class:`OwnPagesStrategy` for it.
 
 SGLang records CUDA graphs before that, and a replay runs no Python hook. So staging and hooks exist
@@ -28,16 +28,16 @@ from sglang.srt.runtime_context import get_memory
 from hcache_backend import metrics
 from hcache_backend.capture.hooks import HiddenCapture, RecomputedRows
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.checks.probe import (
-    PROBE_TOKENS,
+from hcache_backend.checks.round_trip import CaptureCheck, check_copies, check_lossy, whole_pages
+from hcache_backend.checks.self_check import (
+    CHECK_TOKENS,
     LayerSpecs,
-    Probe,
+    ObservedPass,
     Recomputed,
     check_recompute,
+    check_tokens,
     observe,
-    probe_tokens,
 )
-from hcache_backend.checks.round_trip import CaptureCheck, check_copies, check_lossy, whole_pages
 from hcache_backend.checks.service import KVChecks, ServiceChecks
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.units import WHOLE, Shard
@@ -107,8 +107,11 @@ class OwnPagesStrategy(StackStrategy):
 
     def matches(self, kvcache: Any, components: Any) -> bool:
         full = type(full_attention(kvcache))
-        known = full is MHATokenToKVPool or type(kvcache) in (MLATokenToKVPool, DSATokenToKVPool)
-        if known and strategy_of(kvcache).matches(kvcache, components):
+        supported = full is MHATokenToKVPool or type(kvcache) in (
+            MLATokenToKVPool,
+            DSATokenToKVPool,
+        )
+        if supported and strategy_of(kvcache).matches(kvcache, components):
             return True
         names = ", ".join(sorted(component.name for component in components))
         why = self._plain or f"the KV pool is a {type(kvcache).__name__} ({names})"
@@ -126,8 +129,8 @@ class OwnPagesStrategy(StackStrategy):
             tell(self._runtime)
             return stack
         except Refused as refused:
-            known = self._plain is None and refusal(OWN_PAGES, start.server) is not None
-            self._keep_plain(str(refused), expected=known or start.server.asks("mode", "plain"))
+            expected = self._plain is None and refusal(OWN_PAGES, start.server) is not None
+            self._keep_plain(str(refused), expected=expected or start.server.asks("mode", "plain"))
             return strategy_of(kvcache).build(**arguments)
 
     def _keep_plain(self, reason: str, *, expected: bool) -> None:
@@ -137,7 +140,7 @@ class OwnPagesStrategy(StackStrategy):
 
 
 class Start:
-    """Decides what the pages of a server are, and proves it, on every rank of every stage. Each
+    """Decides what the pages of a server are, and checks it, on every rank of every stage. Each
     :meth:`step` succeeds on all, or raises Refused on all. Nothing is allocated or served yet."""
 
     smallest_page = 4  # of K and V, in headers
@@ -179,27 +182,29 @@ class Start:
         methods = step(self._choose_methods)
         if stages > 1:  # the first layers are in another stage
             methods = methods.recomputing_first(0)
-        probe = self._observe()
-        step(probe.refuse_dependence, [f"{layer.name}." for layer in probe.layers])
-        step(probe.compare, projector)
-        codec = step(page_plan.choose_codec, ranks, self._config, probe, projector)
-        exchange = step(page_plan.make_exchange, "hidden states", probe.hidden, kvcache.page_size)
+        observed = self._observe()
+        step(observed.refuse_dependence, [f"{layer.name}." for layer in observed.layers])
+        step(observed.compare, projector)
+        codec = step(page_plan.choose_codec, ranks, self._config, observed, projector)
+        exchange = step(
+            page_plan.make_exchange, "hidden states", observed.hidden, kvcache.page_size
+        )
         recomputer = None
         if methods.recomputable:
-            recomputer = step(self._find_recomputer, probe, methods, whole=False)
+            recomputer = step(self._find_recomputer, observed, methods, all_layers_needed=False)
         methods = methods.recomputing_first(recomputer.layers if recomputer else 0)
-        recorded = step(check_recording, runtime, probe.hidden[0])
+        recorded = step(check_recording, runtime, observed.hidden[0])
         shard, of_kv = _shard(exchange), "none"
         groups = self._head_groups(methods, shard)
         if methods.layers("kv"):
             of_kv = step(page_plan.kv_codec, self.server, shard, groups, stages)
         plain = KVSegments(kvcache, methods.layers("kv"), kvcache.page_size, shard, groups)
         kv = KVSegments(kvcache, plain.layers, kvcache.page_size, shard, groups, of_kv)
-        layout = Layout(kvcache, methods, shard, kv, exchange, codec, probe.layers)
-        layout = self._proven(layout, replace(layout, kv=plain), lambda: probe.slots)
+        layout = Layout(kvcache, methods, shard, kv, exchange, codec, observed.layers)
+        layout = self._checked_layout(layout, replace(layout, kv=plain), lambda: observed.slots)
         host = step(find_room, layout)
         limit = int(self._runner.model_config.context_len)
-        specs = LayerSpecs(runtime.weights, probe, projector, ranks, limit)
+        specs = LayerSpecs(runtime.weights, observed, projector, ranks, limit)
         runtime.pages.projection = specs.projection
         step(specs.find)
         specs.measure()
@@ -217,7 +222,7 @@ class Start:
         recomputer: Recomputer | None,
         hooks: HiddenCapture | None,
     ) -> HiddenPlan:
-        """The plan of proven pages, with all that capture and projections need. ``hooks``: those
+        """The plan of checked pages, with all that capture and projections need. ``hooks``: those
         that CUDA graphs were recorded with; None: new ones. From now on the model has them, and
         only projections are watched."""
         codec, layers, device = layout.codec, layout.hidden_layers, layout.kvcache.device
@@ -260,7 +265,7 @@ class Start:
             layout = replace(plain, shard=WHOLE, kv=paired)
         elif codec != "none":
             layout = replace(plain, kv=kv(codec))
-        layout = self._proven(layout, plain, self._written, plugin)
+        layout = self._checked_layout(layout, plain, self._written, plugin)
         divides = plugin if layout.kv.by_header else None
         return PagePlan(layout, self.step(find_room, layout, self._host_share), divides)
 
@@ -268,7 +273,7 @@ class Start:
         """Have the model write K and V of the self-check's tokens to whole pages; returns their
         slots, int64 ``[n]``."""
         size = self._kvcache.page_size
-        return run_again(self._runner, [-(-PROBE_TOKENS // size) * size])[0]
+        return run_again(self._runner, [-(-CHECK_TOKENS // size) * size])[0]
 
     def _latent_exchange(self, ranks: int) -> Exchange | None:
         """The exchange of latents, of which each of ``ranks`` keeps a part; None: all keep whole
@@ -281,15 +286,15 @@ class Start:
         rows = [planes_of(kvcache, layer)[0][slots] for layer in range(kvcache.layer_num)]
         return self.step(page_plan.make_exchange, "latents", rows, int(kvcache.page_size))
 
-    def _proven(
+    def _checked_layout(
         self,
         layout: Layout,
         plain: Layout,
         written: Callable[[], torch.Tensor],
         plugin: Krul | None = None,
     ) -> Layout:
-        """Prove that K and V come back by ``layout``; if its codec fails, by ``plain``, where they
-        are as they are. Returns the proven one; raises Refused on every rank. ``written`` has the
+        """Check that K and V come back by ``layout``; if its codec fails, by ``plain``, where they
+        are as they are. Returns the checked one; raises Refused on every rank. ``written`` has the
         model write K and V, if it has not, and returns their slots, int64 ``[n]``. ``plugin``
         chooses the layers that share slots in ``layout``."""
         try:
@@ -318,8 +323,8 @@ class Start:
         """Raise Refused if K and V do not come back, or a page is hardly more than its header."""
         header, page = layout.page.header_bytes, layout.page.page_bytes
         if layout.codec is None and header * self.smallest_page > page:
-            whole = f"the {page} bytes of a page of {layout.page.page_size} tokens (--page-size)"
-            raise Refused(f"of {whole} its header would take {header}")
+            size = f"the {page} bytes of a page of {layout.page.page_size} tokens (--page-size)"
+            raise Refused(f"of {size} its header would take {header}")
         for variant in layout.page.variants if layout.kv.layers else ():
             check_copies(variant, layout.kv)
 
@@ -329,7 +334,7 @@ class Start:
         def observer() -> Recomputer:
             refuse(HIDDEN, self.server, install(hooks.HIDDEN))
             recomputer = make_recomputer(self._runner, layout.kvcache, layout.methods.chunk_tokens)
-            ids = probe_tokens(self._runner.model_config.vocab_size, len(slots))
+            ids = check_tokens(self._runner.model_config.vocab_size, len(slots))
             plugin.try_model(recomputer, ids, slots)
             return recomputer
 
@@ -350,60 +355,62 @@ class Start:
             self.step(check.capture, run, seen=not graphs, by_layer=by_layer)
             self.step(check.restore, projector)
 
-    def _observe(self) -> Probe:
-        """Run the probe's tokens through the model, and note what its attention modules do."""
+    def _observe(self) -> ObservedPass:
+        """Run the self-check's tokens through the model, and note what its attention modules do."""
         modules = self.step(passes.attention_modules, self._runner.model, self._kvcache.layer_num)
         calls = not holds_latents(self._kvcache)  # nothing is projected to latents
-        run = partial(passes.run_prompts, self._runner, [PROBE_TOKENS])
+        run = partial(passes.run_prompts, self._runner, [CHECK_TOKENS])
         return self.step(observe, run, modules, calls=calls)
 
     def _page_recomputer(self, layout: Layout) -> Recomputer | None:
         """Runs the model for the first pages of a hit while the others are read from L3. None: all
         pages are read, and ``unused`` has the reason."""
-        unused, known = self._runtime.options.unused, None
+        unused, reason = self._runtime.options.unused, None
         self._runtime.pages.recomputation = None
         unused.pop(RECOMPUTATION, None)
         if layout.kv.by_header:
-            known = f"codec {layout.kv.codec!r} divides each page itself"
+            reason = f"codec {layout.kv.codec!r} divides each page itself"
         elif refusal(EAGER, replace(self.server, exchanges=layout.exchange is not None)):
             return None  # on every rank of every stage
         try:
-            self.step(refuse, RECOMPUTATION, self.server, known)
-            probe = self._observe()
+            self.step(refuse, RECOMPUTATION, self.server, reason)
+            observed = self._observe()
         except Refused as refused:
             unused[RECOMPUTATION] = str(refused)
             return None
-        return self.step(self._find_recomputer, probe, layout.methods, whole=True)
+        return self.step(self._find_recomputer, observed, layout.methods, all_layers_needed=True)
 
-    def _find_recomputer(self, probe: Probe, methods: Restore, *, whole: bool) -> Recomputer | None:
+    def _find_recomputer(
+        self, observed: ObservedPass, methods: Restore, *, all_layers_needed: bool
+    ) -> Recomputer | None:
         """The recomputer of layers, the same on every tensor-parallel rank; None if there is none.
-        All ranks call it; K and V of the probe must still be in the pool. The report gets the
-        exactness, or the reason for None. ``whole``: only all layers are of use."""
+        All ranks call it; K and V of the observed pass must still be in the pool. The report gets
+        the exactness, or the reason for None."""
         runtime, runner, kvcache = self._runtime, self._runner, self._kvcache
         group, layers = attention_ranks().cpu_group, int(kvcache.layer_num)
         substitute = self.server.substitute
 
         def attention() -> AttentionBackend | None:
             refuse(RECOMPUTATION, self.server)
-            probe.refuse_dependence()
+            observed.refuse_dependence()
             refuse(RECOMPUTATION, self.server, install(hooks.RECOMPUTE))
             return None if substitute is None else passes.make_attention(runner, substitute)
 
-        def prove() -> Recomputed:
+        def check() -> Recomputed:
             again, requests = partial(run_again, runner), int(runner.req_to_token_pool.size)
             with passes.attending_by(runner, other):
                 instead = other is not None
                 return check_recompute(
-                    again, requests, probe, recomputer, kvcache, other_attention=instead
+                    again, requests, observed, recomputer, kvcache, other_attention=instead
                 )
 
         try:
             other = all_or_none((group,), attention)  # ranks that have it run the model together
             recomputer = make_recomputer(runner, kvcache, methods.chunk_tokens, other)
-            found = all_or_none((group,), prove)
+            found = all_or_none((group,), check)
             [recomputer.layers] = smallest(group, found.layers)
             all_exact = recomputer.layers == layers
-            if whole and not all_exact:
+            if all_layers_needed and not all_exact:
                 elsewhere = "a layer of another tensor-parallel rank is not exact"
                 raise Refused(found.problem or elsewhere)
         except Refused as refused:
@@ -444,8 +451,8 @@ def build_stack(
     """Within the block SGLang's strategy builds HiCache's components around our host pool and our
     controller, as the plan says."""
     layout, kvcache, config = plan.layout, plan.layout.kvcache, server.config
-    ranks, whole = attention_ranks(), params.token_to_kv_pool_allocator
-    allocator = getattr(whole, "full_attn_allocator", whole)  # without that of windows
+    ranks, allocator = attention_ranks(), params.token_to_kv_pool_allocator
+    allocator = getattr(allocator, "full_attn_allocator", allocator)  # without that of windows
     hidden = plan if isinstance(plan, HiddenPlan) else None
     pool, order = _host_pool(runtime.weights, params, plan), None
     if ranks.world_size > 1 and (hidden is not None or layout.exchange is not None):
@@ -510,7 +517,7 @@ def _eager_loads(
         config.recompute_ms / 1e3,
         methods.chunk_tokens,
         methods.recompute,
-        known=methods.profile is not None,
+        in_seconds=methods.profile is not None,
     )
     most = max(1, int(pool.device_pool.size // pool.page_size * _RESERVED))
     l3, prefetches = runtime.l3, runtime.prefetches

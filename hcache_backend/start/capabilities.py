@@ -243,9 +243,9 @@ def refusal(capability: str, server: Server) -> str | None:
     return None
 
 
-def refuse(capability: str, server: Server, known: str | None = None) -> None:
-    """Raise Refused with the :func:`refusal`, or a reason ``known`` before, if there is one."""
-    reason = known or refusal(capability, server)
+def refuse(capability: str, server: Server, reason: str | None = None) -> None:
+    """Raise Refused with the :func:`refusal`, or an earlier ``reason``, if there is one."""
+    reason = reason or refusal(capability, server)
     if reason is not None:
         raise Refused(reason)
 

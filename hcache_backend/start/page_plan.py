@@ -18,7 +18,7 @@ from hcache_backend.arena import Arena
 from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.checks.comparison import first_problem
-from hcache_backend.checks.probe import Probe
+from hcache_backend.checks.self_check import ObservedPass
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.page import PageLayout, StoredLayer
 from hcache_backend.format.units import WHOLE, Shard
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 # most of the device's free memory that staging takes: SGLang left it for activations and graphs
 _STAGING_SHARE = 1 / 4
 _DECODE_TOKENS = 256  # larger decode steps are captured layer by layer; staging need not hold two
-# of the probe's tokens; warn if a codec, which stays in use, cannot hold more: hardly any hits then
+# of the self-check's tokens; warn if a codec, which stays in use, cannot hold more: hardly any hits
+# then
 _UNENCODABLE_SHARE = 0.1
 
 
@@ -218,7 +219,7 @@ def asked_codec(config: HCacheConfig, dtype: torch.dtype) -> str:
 
 
 def wanted_codec(config: HCacheConfig, runner: Any) -> Codec:
-    """The codec of hidden states; the probe finds out later if it serves this model."""
+    """The codec of hidden states; the self-check finds out later if it serves this model."""
     width, dtype = runner.model_config.hidden_size, runner.dtype
     try:
         return make_codec(asked_codec(config, dtype), width, dtype)
@@ -261,34 +262,37 @@ def _encoding_segments(server: Server, shard: Shard, groups: int, stages: int) -
     return KVSegments(*every, shard, groups, codec, drafts)
 
 
-def choose_codec(group: Group, config: HCacheConfig, probe: Probe, projector: Projector) -> Codec:
+def choose_codec(
+    group: Group, config: HCacheConfig, observed: ObservedPass, projector: Projector
+) -> Codec:
     """The wanted codec of hidden states if all ranks of ``group`` can use it, or the exact one."""
-    rows = probe.hidden[0]
+    rows = observed.hidden[0]
     wanted = asked_codec(config, rows.dtype)
     try:
-        return all_or_none((group,), lambda: _proven(wanted, probe, projector))
+        return all_or_none((group,), lambda: _checked_codec(wanted, observed, projector))
     except Refused as refused:
         why = "hidden states are stored as they are (codec 'none')"
         logger.warning("hcache: codec %r is not used, %s: %s", wanted, why, refused)
         return make_codec("none", rows.shape[1], rows.dtype)
 
 
-def _proven(name: str, probe: Probe, projector: Projector) -> Codec:
-    """The codec, if rows of the probe decode to the model's K and V; raises Refused otherwise."""
+def _checked_codec(name: str, observed: ObservedPass, projector: Projector) -> Codec:
+    """The codec, if rows of the observed pass decode to the model's K and V; raises Refused
+    otherwise."""
     try:
-        codec = make_codec(name, probe.hidden[0].shape[1], probe.hidden[0].dtype)
+        codec = make_codec(name, observed.hidden[0].shape[1], observed.hidden[0].dtype)
     except UnsupportedRows as error:
         raise Refused(str(error)) from None
-    fits = torch.ones(len(probe.positions), dtype=torch.bool, device=probe.positions.device)
+    fits = torch.ones(len(observed.positions), dtype=torch.bool, device=observed.positions.device)
 
     def problem_of(layer: AttentionLayer, hidden: torch.Tensor) -> str | None:
         encoded, ok = codec.encode(hidden)
         fits.logical_and_(ok)
         # Rows that are not ok are not stored, so they cannot come back wrong.
         back = torch.where(ok[:, None], codec.decode(encoded), hidden)
-        return probe.problem(layer, back, projector, codec.name)
+        return observed.problem(layer, back, projector, codec.name)
 
-    problem = first_problem(map(problem_of, probe.layers, probe.hidden))
+    problem = first_problem(map(problem_of, observed.layers, observed.hidden))
     if problem is not None:
         raise Refused(problem)
     lost, tried = int((~fits).sum()), len(fits)

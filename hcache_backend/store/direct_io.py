@@ -105,7 +105,7 @@ def move_all(move: _Move, fd: int, pieces: Sequence[memoryview], offset: int, le
         pieces = PageMemory(pieces).pieces(done, sum(piece.nbytes for piece in pieces) - done)
 
 
-def probe_alignment(ops: FileOps, dir_fd: int, name: str) -> Alignment:
+def find_alignment(ops: FileOps, dir_fd: int, name: str) -> Alignment:
     """The demands of direct I/O in a folder, found by trying a file ``name`` there."""
     room = memoryview(mmap.mmap(-1, 4 * BLOCK))
     with _unless_refused():

@@ -416,9 +416,9 @@ class Disk:
         """Enter and name the files that are no pages yet, and that fit; raises if any of them is
         none then. The folder's lock is held."""
         batch = [write for write in writes if not write.stored]
-        known = folder.index.known(write.entry.name for write in batch)
+        stored = folder.index.stored(write.entry.name for write in batch)
         for write in batch:  # another process may have been faster
-            write.stored = write.entry.name in known and folder.has_file(write.entry.name)
+            write.stored = write.entry.name in stored and folder.has_file(write.entry.name)
         fresh = [write for write in batch if not write.stored]
         self._stats.add(pages_already_stored=len(batch) - len(fresh))
         size = sum(write.entry.file_bytes for write in fresh)

@@ -32,7 +32,7 @@ from typing import NamedTuple
 from hcache_backend.format import file as page_file
 from hcache_backend.format.envelope import BLOCK, PageName
 from hcache_backend.format.units import Eighths, PageMemory, Unit
-from hcache_backend.store.direct_io import Alignment, PageIO, probe_alignment, reading_alignment
+from hcache_backend.store.direct_io import Alignment, PageIO, find_alignment, reading_alignment
 from hcache_backend.store.file_ops import (
     FOLDER,
     FileOps,
@@ -250,7 +250,7 @@ class Folder:
             try:
                 with ExitStack() as opened:
                     self.session = Session(self.ops, self.root_fd, lanes, opened)
-                    alignment = probe_alignment(self.ops, self.session.fd, "probe")
+                    alignment = find_alignment(self.ops, self.session.fd, "probe")
                     stack.push(opened.pop_all())
                     return alignment
             except OSError as error:

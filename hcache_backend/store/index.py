@@ -158,7 +158,7 @@ class Index:
         found = self._files([namespace + key for key in keys])
         return [found.get(namespace + key, []) for key in keys]
 
-    def known(self, names: Iterable[PageName]) -> set[PageName]:
+    def stored(self, names: Iterable[PageName]) -> set[PageName]:
         wanted = set(names)
         files = self._files({name.page for name in wanted})
         return {entry.name for entries in files.values() for entry in entries} & wanted

@@ -104,14 +104,14 @@ def find_unknown_files(
         if stop():
             break
         parsed = {file: parse_name(file) for file in folder.files_in(bucket)}
-        known = folder.index.known(name for name in parsed.values() if name is not None)
+        stored = folder.index.stored(name for name in parsed.values() if name is not None)
         names = []
         for file, name in parsed.items():
             if name is None:
                 result.damaged.append((f"{bucket}/{file}", "its name is no page file's"))
-            elif name not in known and name.bucket != bucket:
+            elif name not in stored and name.bucket != bucket:
                 result.damaged.append((f"{bucket}/{file}", "it stands in the wrong folder"))
-            elif name not in known:
+            elif name not in stored:
                 names.append(name)
         for some in folder.lock.batches(names):
             # Under the lock nothing evicts or replaces the file between look and entry.
@@ -121,8 +121,8 @@ def find_unknown_files(
                     folder.index.insert(found)
                     result.adopted += len(found)
                 else:  # without the lock, a page may have been stored meanwhile
-                    known = folder.index.known(entry.name for entry in found)
-                    result.pages += [e.name for e in found if e.name not in known]
+                    stored = folder.index.stored(entry.name for entry in found)
+                    result.pages += [e.name for e in found if e.name not in stored]
         progress(done, len(buckets))
     return result
 
@@ -164,7 +164,7 @@ def _verify_entry(folder: Folder, entry: Entry, findings: Findings, repair: bool
     try:
         folder.read_page(PageRead(0, entry, name.shard.eighths, memory))
     except (DamagedFileError, OSError) as error:
-        if name not in folder.index.known([name]):
+        if name not in folder.index.stored([name]):
             return  # a live server has evicted the page meanwhile
         if isinstance(error, FileNotFoundError):
             findings.missing.append(path)
@@ -183,9 +183,9 @@ def _verify_entry(folder: Folder, entry: Entry, findings: Findings, repair: bool
 def _entries(folder: Folder, names: Sequence[PageName], result: Unknown) -> list[Entry]:
     """Entries for page files that the index still does not know."""
     entries = []
-    known = folder.index.known(names)
+    stored = folder.index.stored(names)
     for name in names:
-        if name in known:
+        if name in stored:
             continue
         try:
             with suppress(FileNotFoundError):

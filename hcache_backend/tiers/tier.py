@@ -18,7 +18,7 @@ import numpy as np
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend import metrics
-from hcache_backend.format.envelope import PROOF_BYTES, PageName, proof
+from hcache_backend.format.envelope import TRAILER_BYTES, PageName, trailer
 from hcache_backend.format.page import Bytes
 from hcache_backend.format.units import Parts
 from hcache_backend.metrics import logger
@@ -166,7 +166,7 @@ class SharedTier(Tier):
         self._backend, self._name = backend, backend.option.backend
         room = backend.option.buffer_bytes
         size = 2 * min(_PART_BYTES, room // 3)
-        use_memory = partial(backend.use_memory, size, page_bytes + PROOF_BYTES, pieces)
+        use_memory = partial(backend.use_memory, size, page_bytes + TRAILER_BYTES, pieces)
         bounded("hcache-shared-register", use_memory, START_SECONDS)
         # A late call may still use it: the first half is for reads, the second one for writes.
         self._memory: Bytes = backend.memory.numpy()
@@ -293,7 +293,7 @@ class SharedTier(Tier):
         rows = range(self._part, self._part + len(names))
         for row, name, page in zip(rows, names, memory, strict=True):
             copy = copy_page(self._memory[row], page)
-            self._memory[row, -PROOF_BYTES:] = np.frombuffer(proof(name, copy), np.uint8)
+            self._memory[row, -TRAILER_BYTES:] = np.frombuffer(trailer(name, copy), np.uint8)
 
         def write() -> list[bool]:
             stored = self._backend.set([name.value for name in names], rows)
@@ -304,12 +304,12 @@ class SharedTier(Tier):
         return self._ask(self._writing, write, self._backend.option.read_seconds)
 
     def _take(self, row: int, name: PageName, page: Parts) -> bool:
-        """Copy a value to the memory of its page. Returns True if its proof is right there."""
+        """Copy a value to the memory of its page. Returns True if its trailer is right."""
         start, value = 0, self._memory[row]
         for part in page:
             np.frombuffer(part, np.uint8)[:] = value[start : start + part.nbytes]
             start += part.nbytes
-        if value[-PROOF_BYTES:].tobytes() == proof(name, page):
+        if value[-TRAILER_BYTES:].tobytes() == trailer(name, page):
             return True
         metrics.SHARED_PAGES.count("damaged")
         metrics.PROBLEMS.count("shared_damaged")
@@ -412,17 +412,17 @@ class Tiered(Tier):
         if self._shared is None or not missing:
             return found
         came = self._shared.get(pages.some(missing), [memory[number] for number in missing])
-        proven = list(compress(missing, came))
-        for number in proven:
+        verified = list(compress(missing, came))
+        for number in verified:
             found[number] = True
         end = [*found, False].index(False)
-        count = sum(number < end for number in proven) if pages.part == 0 else 0
+        count = sum(number < end for number in verified) if pages.part == 0 else 0
         tokens = count * pages.pool.host_pool.page_size
         seconds, gave_up = time.monotonic() - start, "reads" in self._shared.failing
         self._l3.came_from_shared(tokens, seconds, gave_up=gave_up)
-        if proven:
-            kept = pages.some(proven)._replace(prefix=[*pages.prefix, *pages.keys[: proven[0]]])
-            self._shared.keep_in(kept, [memory[number] for number in proven], self.local)
+        if verified:
+            kept = pages.some(verified)._replace(prefix=[*pages.prefix, *pages.keys[: verified[0]]])
+            self._shared.keep_in(kept, [memory[number] for number in verified], self.local)
         return found
 
     def put(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]:

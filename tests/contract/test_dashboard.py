@@ -139,7 +139,7 @@ def texts(path: str, *functions: str) -> set[str]:
 
 def kinds() -> set[str]:
     """The kinds of problems that the package counts."""
-    found = texts("host/page_proofs.py", "seal", "_seal")
+    found = texts("host/page_headers.py", "seal", "_seal")
     found |= {f"page_{why}" for why in refusals()}
     found |= {"stale_host_page", "layers_not_recomputable"}
     for path in (ROOT / "hcache_backend").rglob("*.py"):
@@ -157,7 +157,7 @@ def kinds() -> set[str]:
 
 
 def refusals() -> set[str]:
-    return texts("format/page.py", "problem") | texts("host/page_proofs.py", "proven")
+    return texts("format/page.py", "problem") | texts("host/page_headers.py", "verified_pages")
 
 
 def documented(title: str) -> set[str]:

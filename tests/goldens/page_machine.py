@@ -133,7 +133,7 @@ class Machine:
         self.layout = layout.with_pairs(kind.pairs) if kind.pairs else layout
         ranks = SimpleNamespace(rank_in_group=rank, world_size=kind.ranks)
         page_plan.attention_ranks = lambda: ranks
-        weights = LoadedWeights(runner, Weights(b"w" * 16, whole=b"v" * 16))
+        weights = LoadedWeights(runner, Weights(b"w" * 16, any_ranks=b"v" * 16))
         self.fields = weights.page_fields = page_plan.namespace_fields(self.pages, runner)
         self.namespace = weights.page_namespace()
         self.memory = torch.zeros((1, self.layout.page_bytes), dtype=torch.uint8)

@@ -21,7 +21,7 @@ def probes(checker: Checker) -> None:
     keys = checker.on_device(torch.ones((4 * TOKENS, 8)), "K")
     schedule, forward = checker.stream("schedule"), checker.stream("forward")
 
-    def probe(layers: int, token_ids: Any, slots: torch.Tensor) -> list[Any]:
+    def attention_inputs(layers: int, token_ids: Any, slots: torch.Tensor) -> list[Any]:
         asked = SimpleNamespace(
             q=torch.ones(len(token_ids), 1, 8),
             scale=1.0,
@@ -34,7 +34,9 @@ def probes(checker: Checker) -> None:
     def slots_of(node: int, root: int) -> torch.Tensor:
         return streams.to_device(np.arange(TOKENS) + node * TOKENS, GPU)
 
-    recomputer: Any = SimpleNamespace(probe=probe, stream=lambda: streams.of(forward))
+    recomputer: Any = SimpleNamespace(
+        attention_inputs=attention_inputs, stream=lambda: streams.of(forward)
+    )
     tree = SimpleNamespace(
         build_storage_backup_spec=lambda *_: SimpleNamespace(
             token_ids=[1, 2], hash_value=None, prefix_keys=None

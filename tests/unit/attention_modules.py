@@ -221,7 +221,8 @@ class Changed(Attention):
 
 
 class Clamped(Attention):
-    """Cuts large numbers of the projection (DBRX, OLMo); the probe's are not that large."""
+    """Cuts large numbers of the projection (DBRX, OLMo); those of the self-check are not that
+    large."""
 
     def parts(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (part.clamp(-40, 40) for part in super().parts(hidden))

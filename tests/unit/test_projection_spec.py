@@ -194,7 +194,7 @@ LEFT_ALONE: dict[str, tuple[Callable[[], Attention], str]] = {
     "clamped": (lambda: Clamped(rope=Rope()), "of loud hidden states differ"),
     "RoPE shifted far out": (
         lambda: Attention(rope=Shifted()),
-        "K of the probe's tokens at other positions differ",
+        "K of the observed tokens at other positions differ",
     ),
     "RoPE switched far out": (
         lambda: Attention(rope=SwitchingRope(by_batch=False)),

@@ -96,7 +96,7 @@ def _wrong_spec(**wrong: Any) -> Callable[[], None]:
     def inject() -> None:
         from dataclasses import replace
 
-        from hcache_backend.checks import probe as specs
+        from hcache_backend.checks import self_check as specs
 
         def faulty(find: Any, layer: Any, *args: Any) -> Any:
             spec = find(layer, *args)
@@ -296,12 +296,12 @@ def _hooks_raise() -> None:
 def _rows_lost() -> None:
     from hcache_backend.arena import Arena, RowState
 
-    def faulty(prove: Any, self: Any, slots: Any, ticket: int, verdicts: Any) -> Any:
+    def faulty(end_step: Any, self: Any, slots: Any, ticket: int, verdicts: Any) -> Any:
         if _active():
             verdicts[:] = RowState.VOID
-        return prove(self, slots, ticket, verdicts)
+        return end_step(self, slots, ticket, verdicts)
 
-    around(Arena, "prove", faulty)
+    around(Arena, "end_step", faulty)
 
 
 _trees: list[Any] = []
@@ -370,7 +370,7 @@ def _misses_on_rank_1() -> None:
 
     from hcache_backend.capture.ledger import Ledger
     from hcache_backend.host.node_backups import NodeBackups
-    from hcache_backend.host.page_proofs import PageProofs
+    from hcache_backend.host.page_headers import PageHeaders
     from hcache_backend.tiers.storage import HCacheStorage
 
     dice = random.Random(7)
@@ -390,8 +390,8 @@ def _misses_on_rank_1() -> None:
 
     wrap(HCacheStorage, "_exists", lose_some)  # a shard is not on this rank's disk
     wrap(HCacheStorage, "_get", lose_some)  # or it cannot be read
-    wrap(PageProofs, "proven", lambda proven: max(0, proven - 1))
-    wrap(PageProofs, "may_project", lambda may: False)
+    wrap(PageHeaders, "verified_pages", lambda count: max(0, count - 1))
+    wrap(PageHeaders, "may_project", lambda may: False)
     wrap(NodeBackups, "_problem", lambda problem: "rows not valid")
     name = "none_lost"  # if not, backups must not wait
     whole: Any = vars(Ledger)[name]

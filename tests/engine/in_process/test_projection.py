@@ -12,8 +12,8 @@ from pytest import MonkeyPatch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from hcache_backend.checks import probe as probe_module
-from hcache_backend.checks.probe import LayerSpecs, Probe
+from hcache_backend.checks import self_check
+from hcache_backend.checks.self_check import LayerSpecs, ObservedPass
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.exactness import Bound, relative_difference, tolerance
 from hcache_backend.projection.paged_pool import PagedPool
@@ -98,12 +98,12 @@ def test_a_spec_fills_the_pool_as_the_engine_does(
     # What the self-check at start does with it, on a pool that the engine filled.
     projector = projectors[0]
     projector.specs = [None, spec]
-    probe = Probe((layer, layer), (hidden, hidden), slots, positions, positions)
-    written = probe.written(layer, projector, [None])
+    observed = ObservedPass((layer, layer), (hidden, hidden), slots, positions, positions)
+    written = observed.written(layer, projector, [None])
     assert written.as_good_as(evidence.own, Bound.of_product(dtype))
     wrong = replace(spec, k=spec.v, v=spec.k, fused=False)
     projector.specs = [None, wrong]
-    written = probe.written(layer, projector, [None])
+    written = observed.written(layer, projector, [None])
     assert not written.as_good_as(evidence.own, Bound.of_product(dtype))
 
 
@@ -123,7 +123,7 @@ def rotated() -> list[Attention]:
 
 
 class Projections:
-    """Everything between a passed probe and the first request, for a pool of two layers."""
+    """Everything between a passed self-check and the first request, for a pool of two layers."""
 
     def __init__(self, modules: list[Attention]) -> None:
         layers = [
@@ -134,10 +134,10 @@ class Projections:
         self.projector = Projector(PagedPool(pool_of(torch.float32)), 2)
         hidden, positions = tokens()
         slots = torch.arange(64, 64 + len(hidden))
-        probe = Probe(tuple(layers), (hidden, hidden), slots, positions, positions)
+        observed = ObservedPass(tuple(layers), (hidden, hidden), slots, positions, positions)
         for layer in layers:  # what the model would have written
             self.projector.project_to_pool(layer, hidden, positions, slots)
-        self.specs = LayerSpecs(self.weights, probe, self.projector, None, POSITION_LIMIT)
+        self.specs = LayerSpecs(self.weights, observed, self.projector, None, POSITION_LIMIT)
         self.specs.find()
         self.specs.check_writing()
         self.specs.use_agreed()
@@ -153,7 +153,7 @@ class Projections:
 
 
 def test_a_layer_without_a_spec_on_one_rank_has_none_on_any(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_module, "smallest", lambda group, *flags: (flags[0], False))
+    monkeypatch.setattr(self_check, "smallest", lambda group, *flags: (flags[0], False))
     projections = Projections(rotated())
     assert projections.by_spec == [True, False]
     assert projections.said == [
@@ -191,14 +191,14 @@ def test_each_way_to_project_is_tested(
     ways: list[Any], found: str, monkeypatch: MonkeyPatch
 ) -> None:
     """What was measured to be the fastest may not be exact; the module's own product is, then."""
-    monkeypatch.setattr(probe_module, "ways_in_use", lambda *_: ways)
+    monkeypatch.setattr(self_check, "ways_in_use", lambda *_: ways)
     projections = Projections(rotated())
     assert projections.by_spec == [True, True]
     assert projections.said == [("spec", found)]
 
 
 def test_modules_project_where_no_product_is_exact_in_the_pool(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_module, "ways_in_use", lambda *_: [BAD])
+    monkeypatch.setattr(self_check, "ways_in_use", lambda *_: [BAD])
     write, written = PagedPool.store, itertools.count()
 
     def store(pool: PagedPool, kernel: Any, slots: Any, k: Any, v: Any) -> None:

@@ -280,7 +280,7 @@ def test_a_prefix_of_thousands_of_pages_costs_the_scheduler_no_time(
 def test_lost_trust_deletes_what_this_server_wrote(l3: Machine, runtime: Runtime) -> None:
     """What it wrote with earlier weights, too: its projection was no better then."""
     for weights in (b"earlier", b"present"):
-        runtime.weights.present = Weights(weights, whole=weights)
+        runtime.weights.present = Weights(weights, any_ranks=weights)
         l3.put(2)
     assert l3.stored() == 4
     l3.storage._drop_own_pages()
@@ -350,7 +350,7 @@ def futures(runtime: Runtime, monkeypatch: MonkeyPatch) -> list[Future[Any]]:
 
 
 def of_stages(*weights: bytes) -> list[Weights]:
-    return [Weights(stage, whole=stage) for stage in weights]
+    return [Weights(stage, any_ranks=stage) for stage in weights]
 
 
 def test_after_a_weight_update_l3_waits_for_the_weights_of_every_pipeline_stage(
@@ -390,7 +390,7 @@ def test_an_update_in_many_parts_reads_the_weights_once(
     updated(runtime)
     assert len(futures) == 2
     futures[1].set_result(of_stages(b"new"))
-    assert runtime.weights.present == Weights(b"new", whole=b"new")
+    assert runtime.weights.present == Weights(b"new", any_ranks=b"new")
 
 
 def test_a_pipeline_stage_that_cannot_read_its_weights_ends_l3_on_all(

@@ -101,7 +101,7 @@ class Rank:
         self.problem: Exception | None = None
         self.scene = Scene(need_sort=False)
         self.eager = self.scene.loads(
-            SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, known=True),
+            SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, in_seconds=True),
             {"start": self._start, "abandoned": self._abandoned},
             pool={
                 "size": 8 * SIZE,

@@ -91,15 +91,15 @@ class Machine:
         """All that is on its way arrives, and the rows of ``slots`` are stored and proven."""
         self.settle()
         self.assert_stored(slots)
-        assert self.proven(slots)
+        assert self.all_valid(slots)
 
     def overwrite(self) -> None:
         """Replay a recorded graph of four rows, of a step that is not captured."""
         for layer in range(LAYERS):
             self.staging.stage(layer, torch.full((4, WIDTH), 9.0), 4)
 
-    def proven(self, slots: list[int]) -> bool:
-        return bool((self.arena._rows[slots] == RowState.PROVEN).all())
+    def all_valid(self, slots: list[int]) -> bool:
+        return bool((self.arena._rows[slots] == RowState.VALID).all())
 
 
 def slots(*pages: int) -> list[int]:

@@ -16,9 +16,9 @@ def promised(a: Arena) -> tuple[np.ndarray, int]:
 def test_rows_that_do_not_fit_are_not_backed_up() -> None:
     a = arena()
     slots, ticket = promised(a)
-    assert a.prove(slots, ticket, np.array([1, RowState.UNFIT, 1, 1], np.uint8)) == (0, 1)
+    assert a.end_step(slots, ticket, np.array([1, RowState.UNFIT, 1, 1], np.uint8)) == (0, 1)
     assert a.problem(slots) == NOT_ENCODABLE and not a.none_lost
-    assert a.prove(*promised(a), np.ones(4, np.uint8)) == (0, 0)
+    assert a.end_step(*promised(a), np.ones(4, np.uint8)) == (0, 0)
     assert a.problem(slots) is None and a.none_lost
 
 
@@ -78,7 +78,7 @@ def test_rows_that_come_no_more_are_not_waited_for() -> None:
     a.swap(slots, ids(0))
     a.allocated(slots[:1])
     assert a.usable(ids(0)) is False
-    a.prove(slots, ticket, np.ones(4, np.uint8))
+    a.end_step(slots, ticket, np.ones(4, np.uint8))
     assert a.usable(ids(0)) is False
 
 
@@ -92,7 +92,7 @@ def test_a_shadow_that_an_earlier_step_may_still_write_goes_to_no_host_page(prov
     a.settle(ids(0), a.expect_recomputed(ids(0), np.arange(4), np.arange(4)))
     a.loaded(slots, ids(0), a.tickets(ids(0)))
     if proven:
-        a.prove(slots, ticket, np.ones(4, np.uint8))
+        a.end_step(slots, ticket, np.ones(4, np.uint8))
     a.take_back(ids(0))
     assert (a.physical(ids(0)) == shadow).item() == proven
     assert a.problem(slots) == (None if proven else "rows not valid")

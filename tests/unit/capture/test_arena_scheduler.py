@@ -163,11 +163,11 @@ class Rank:
                 for layer in range(2):
                     row = memory[LAYOUT.segment(layer)].reshape(SIZE, 8)
                     row[slot % SIZE] = values[page, layer, token]
-            self.arena.prove(part, ticket, verdicts)
+            self.arena.end_step(part, ticket, verdicts)
             self.proven = ticket
             for row, verdict in zip(rows, verdicts.tolist(), strict=True):
                 row.due -= 1
-                row.lost |= verdict != RowState.PROVEN
+                row.lost |= verdict != RowState.VALID
             for page in [page for page in self.linked if self.rows[page].lost]:
                 self.unlink(page)
 
@@ -539,7 +539,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
             links = rank.arena._host_page.tolist()
             assert links == [rank.linked.get(page, -1) for page in range(DEVICE_PAGES)]
             for page in [page for node in self.nodes for page in node.device or ()]:
-                proven = (rank.arena._rows[slots_of([page])] == RowState.PROVEN).all()
+                proven = (rank.arena._rows[slots_of([page])] == RowState.VALID).all()
                 assert proven == (not rank.rows[page].lost and not rank.rows[page].due)
 
     @invariant()

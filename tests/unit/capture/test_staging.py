@@ -181,8 +181,8 @@ def test_rows_that_the_codec_cannot_hold_are_not_proven(device: WorkerStream, pa
     rows[1, 2, 0] = float("nan")
     assert machine.forward(where, rows=rows)
     machine.settle()
-    assert not machine.proven(where[2:3])
-    assert machine.proven([*where[:2], *where[3:]])
+    assert not machine.all_valid(where[2:3])
+    assert machine.all_valid([*where[:2], *where[3:]])
     assert (machine.capture.ledger.tokens_missing, machine.capture.ledger.tokens_unfit) == (0, 1)
 
 
@@ -195,8 +195,8 @@ def test_slots_that_are_allocated_again_lose_rows_that_are_still_on_their_way(
     machine.capture.ledger.settle()
     gate.set()
     machine.settle()
-    assert not machine.proven(slots(1)[:1])
-    assert machine.proven(slots(1)[1:])
+    assert not machine.all_valid(slots(1)[:1])
+    assert machine.all_valid(slots(1)[1:])
 
 
 def test_a_transfer_that_fails_ends_capture_and_nothing_else(machine: Machine) -> None:
@@ -207,7 +207,7 @@ def test_a_transfer_that_fails_ends_capture_and_nothing_else(machine: Machine) -
     machine.capture._transfer.run(fail)
     assert machine.forward(slots(2))
     with pytest.raises(StreamFailed, match="no such memory"):
-        machine.capture.ledger._proofs[-1].done.synchronize()
+        machine.capture.ledger._results[-1].done.synchronize()
     machine.capture.ledger.settle()
     assert machine.capture.ledger.broken == "capture broke: OSError: no such memory"
     assert not machine.arena._rows.any()
@@ -279,7 +279,7 @@ def test_steps_allocate_no_pinned_memory_and_leave_nothing_behind(
             assert machine.forward(where)
             device.record().synchronize()
             capture.transfers().synchronize()
-        parts = (ledger._wanted, ledger._copies, ledger._entries, ledger._proofs)
+        parts = (ledger._wanted, ledger._copies, ledger._entries, ledger._results)
         return len(made), len(capture._in_flight), *map(len, parts)
 
     assert decode(10) == decode(200)
@@ -318,7 +318,7 @@ def test_what_is_forgotten_is_not_believed_and_its_memory_is_used_again(machine:
     assert machine.forward(slots(2))
     gate.set()
     machine.settle()
-    assert not machine.proven(slots(1)) and machine.proven(slots(2))
+    assert not machine.all_valid(slots(1)) and machine.all_valid(slots(2))
     buffers = machine.capture.ledger.buffers
     free = {kind: len(free) for kind, free in buffers._free.items()}
     assert machine.forward(slots(1))

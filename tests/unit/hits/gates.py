@@ -99,7 +99,12 @@ def at(
 ) -> Prefetch:
     """A prefetch as it is in a turn."""
     prefetch = named(gate, name)
-    prefetch.arrived, prefetch.step, prefetch.whole, prefetch.lost = arrived, step, whole, lost
+    prefetch.arrived, prefetch.step, prefetch.all_or_nothing, prefetch.lost = (
+        arrived,
+        step,
+        whole,
+        lost,
+    )
     if reachable is not None:
         prefetch.reachable = reachable
     return prefetch

@@ -55,7 +55,7 @@ AS_EXPECTED, SLOW = [(1000, 1.0)], [(1000, 10.0)]
 def test_an_estimate_follows_what_was_measured(
     measured: list[tuple[int, float]], seconds: dict[int, float]
 ) -> None:
-    known = Estimate(a_thousand_a_second, known=True)
+    known = Estimate(a_thousand_a_second, in_seconds=True)
     for tokens, taken in measured:
         known.measured(tokens, 0, taken)
     for tokens, expected in seconds.items():
@@ -64,14 +64,14 @@ def test_an_estimate_follows_what_was_measured(
 
 
 def test_a_curve_that_is_in_no_seconds_gives_none_and_no_slowdown() -> None:
-    unknown = Estimate(a_thousand_a_second, known=False)
+    unknown = Estimate(a_thousand_a_second, in_seconds=False)
     assert (unknown.seconds(0), unknown.seconds(500)) == (0.0, None)
     unknown.measured(1000, 0, 3.0)
     assert unknown.slowdown(1000) == 1.0
 
 
 def test_an_operation_that_costs_nothing_by_its_curve_can_be_measured() -> None:
-    free = Estimate(lambda tokens, prefix: 0.0, known=True)
+    free = Estimate(lambda tokens, prefix: 0.0, in_seconds=True)
     free.measured(1000, 0, 0.1)
     assert free.seconds(1000) == 0.0
     costs = Estimates(Free())  # type: ignore[arg-type]

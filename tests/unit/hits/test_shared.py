@@ -3,7 +3,7 @@
 import pytest
 
 from hcache_backend.prefetch.estimates import STALLED_SECONDS
-from hcache_backend.prefetch.gate import PROBE_SECONDS
+from hcache_backend.prefetch.gate import TRIAL_SECONDS
 from tests.unit.hits.gates import STEP, Gate, at, judged, read, reading, refused, takes, turn
 
 
@@ -66,22 +66,22 @@ def test_what_the_page_store_has_is_read_although_what_is_behind_is_too_slow(
     assert takes(slow_behind, "c")
 
 
-def test_reads_of_the_page_store_do_not_put_off_a_probe_of_the_shared_tier(
+def test_reads_of_the_page_store_do_not_put_off_a_trial_of_the_shared_tier(
     slow_behind: Gate,
 ) -> None:
     assert judged(slow_behind, "a", shared=1000) == 0
-    for _ in range(int(PROBE_SECONDS) + 1):
+    for _ in range(int(TRIAL_SECONDS) + 1):
         slow_behind.now += 0.9
         read(slow_behind, 0.1)
     assert judged(slow_behind, "b", shared=1000) == 1000
 
 
 @pytest.mark.parametrize("late", [0.0, 0.2])
-def test_a_probe_of_the_shared_tier_is_judged_by_its_time_alone(
+def test_a_trial_of_the_shared_tier_is_judged_by_its_time_alone(
     slow_behind: Gate, late: float
 ) -> None:
     """The first half of the hit came fast, or late, from the page store."""
-    slow_behind.now += PROBE_SECONDS + 1
+    slow_behind.now += TRIAL_SECONDS + 1
     assert judged(slow_behind, "a", shared=500) == 1000
     with reading(slow_behind, "a", 1000, step=100):
         slow_behind.now += 0.05 + late
@@ -91,10 +91,10 @@ def test_a_probe_of_the_shared_tier_is_judged_by_its_time_alone(
             assert turn(slow_behind, at(slow_behind, "a", 500, step=100)) == ended
 
 
-def test_a_slow_page_store_is_probed_before_the_shared_tier(gate: Gate) -> None:
+def test_a_slow_page_store_is_tried_before_the_shared_tier(gate: Gate) -> None:
     read(gate, 10.0, times=2)
     read_shared(gate, 50.0)
-    gate.now += PROBE_SECONDS + 1
+    gate.now += TRIAL_SECONDS + 1
     assert judged(gate, "a", shared=500) == 500
 
 
@@ -121,9 +121,9 @@ def test_a_store_behind_that_gives_nothing_is_slow(
     for name in "ab":
         nothing_comes(gate, name, seconds, gave_up=gave_up)
     assert judged(gate, "c", shared=1000) == 0
-    gate.now += PROBE_SECONDS + 1
-    nothing_comes(gate, "probe", seconds, gave_up=True)
-    gate.now += PROBE_SECONDS + 1
+    gate.now += TRIAL_SECONDS + 1
+    nothing_comes(gate, "trial", seconds, gave_up=True)
+    gate.now += TRIAL_SECONDS + 1
     assert judged(gate, "d", shared=1000) == 0, "the next trial is later"
 
 

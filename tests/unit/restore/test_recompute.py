@@ -246,7 +246,7 @@ def test_the_last_tokens_are_asked_again_and_the_pool_stays_as_it_is(
         for (k, v), q in zip(model.whole(ids), queries, strict=True)
     ]
     before = pool.k.clone(), pool.v.clone()
-    found = attention_sums(done.recomputer.probe(LAYERS, ids[-5:].numpy(), done.slots))
+    found = attention_sums(done.recomputer.attention_inputs(LAYERS, ids[-5:].numpy(), done.slots))
     expected = attention_sums(wanted)
     assert found.table[0, 0] == 5 * HEADS
     torch.testing.assert_close(found.table, expected.table, rtol=1e-4, atol=1e-6)
@@ -268,4 +268,4 @@ def test_attention_of_another_kind_is_not_looked_at(unusual: dict[str, Any]) -> 
     done = Recomputed(9, LAYERS, HEADS)
     done.model.kernels[1] = kernel(1, HEADS, **unusual)
     with pytest.raises(RecomputeRefused, match="attention of its own kind"):
-        done.recomputer.probe(LAYERS, done.ids[-5:].numpy(), done.slots)
+        done.recomputer.attention_inputs(LAYERS, done.ids[-5:].numpy(), done.slots)

@@ -28,8 +28,8 @@ def ended(tokens: int, seconds: float | None, failed: Exception | None = None) -
     )
 
 
-def budget(seconds: float, *, known: bool = True) -> SliceBudget:
-    return SliceBudget(seconds, 8192, computing, known=known)
+def budget(seconds: float, *, in_seconds: bool = True) -> SliceBudget:
+    return SliceBudget(seconds, 8192, computing, in_seconds=in_seconds)
 
 
 @pytest.mark.parametrize("prefix", [0, 1000])
@@ -49,12 +49,12 @@ def test_few_tokens_take_about_as_long_so_an_idle_gpu_gets_slices_of_more() -> N
     assert slices.pages(100, 64, 0, best=2.01 * page) == 2
     assert budget(9.01 * page).pages(100, 64, 0) == 9
     assert budget(1e-9).seconds(1024, 64, 0) == budget(4 * page).seconds(1024, 64, 0)
-    assert budget(1.0, known=False).pages(100, 64, 0) == 1
+    assert budget(1.0, in_seconds=False).pages(100, 64, 0) == 1
 
 
 def test_the_first_slice_is_launched_if_it_would_end_as_a_prefill_does_before_l3() -> None:
     """Without it the first hit of a server waited for a slice that took twice as long as L3."""
-    unknown = budget(1.0, known=False)
+    unknown = budget(1.0, in_seconds=False)
     assert unknown.pages(100, SIZE, 0, within=0.5, first=0.6) == 0
     assert unknown.pages(100, SIZE, 0, within=0.5, first=0.4) == 1
     unknown.launched(ended(SIZE, 0.04), 0)
@@ -62,7 +62,7 @@ def test_the_first_slice_is_launched_if_it_would_end_as_a_prefill_does_before_l3
 
 
 def test_slices_are_as_long_as_the_last_ones_took() -> None:
-    unknown = budget(1.0, known=False)
+    unknown = budget(1.0, in_seconds=False)
     assert unknown.pages(1000, SIZE, 0) == 1
     unknown.launched(ended(SIZE, 1e-6, RuntimeError("out of memory")), 0)  # says nothing
     assert unknown.pages(1000, SIZE, 0) == 1
@@ -79,7 +79,7 @@ def test_nothing_is_recomputed_that_takes_longer_than_there_is_time() -> None:
     assert slices.pages(100, SIZE, 0, within=0.99 * page) == 0
     assert slices.pages(100, SIZE, 0, within=5.01 * page) == 5
     assert budget(2.01 * page).pages(100, SIZE, 0, within=5.01 * page) == 2
-    unknown = budget(1.0, known=False)
+    unknown = budget(1.0, in_seconds=False)
     assert [unknown.pages(100, SIZE, 0, within=within) for within in (0.0, 1e-9)] == [0, 1]
     assert slices.pages(100, SIZE, 0, within=9.01 * page, best=3.01 * page) == 3
     assert slices.pages(100, SIZE, 0, within=1.01 * page, best=0.5 * page) == 1
@@ -89,16 +89,16 @@ def test_how_long_all_slices_of_a_front_take() -> None:
     def fixed(tokens: int, prefix: float) -> float:
         return 1.0 + tokens  # the shorter a slice the more of it is lost
 
-    slices = SliceBudget((1 + 4 * SIZE), 8192, fixed, known=True)
+    slices = SliceBudget((1 + 4 * SIZE), 8192, fixed, in_seconds=True)
     assert slices.seconds(8 * SIZE, SIZE, 0) == 2 * (1 + 4 * SIZE)
     assert slices.seconds(2 * SIZE, SIZE, 0) == (1 + 2 * SIZE)
     long = budget(1e9).seconds(1000, SIZE, 500)  # in one slice, in the middle of it
     assert long == pytest.approx(computing(1000, 1000), rel=0.02)
-    assert budget(1.0, known=False).seconds(SIZE, SIZE, 0) == math.inf
+    assert budget(1.0, in_seconds=False).seconds(SIZE, SIZE, 0) == math.inf
 
 
 def test_a_slice_is_as_long_as_its_share_of_the_time_allows() -> None:
-    slices = SliceBudget(1.0, 8192, lambda tokens, prefix: 0.001 * tokens, known=True)
+    slices = SliceBudget(1.0, 8192, lambda tokens, prefix: 0.001 * tokens, in_seconds=True)
     shares = {1.0: 100, 0.5: 50, 1e-9: 1, 0.0: 0}
     assert {share: slices.pages(1000, 10, 0, share) for share in shares} == shares
 

@@ -26,7 +26,7 @@ from store_testing import (
 )
 
 from hcache_backend.store import SERVER_REPORT
-from hcache_backend.store.direct_io import BUFFERED, probe_alignment
+from hcache_backend.store.direct_io import BUFFERED, find_alignment
 from hcache_backend.store.folder import MARKER
 from hcache_backend.store.maintenance import find_unknown_files
 
@@ -173,7 +173,7 @@ def test_a_file_system_without_direct_io_is_used_without(tmp_path: Path) -> None
     store = open_quiet(tmp_path / "store", ops=without_direct_io())
     with store.disks[0].use() as folder:
         assert folder.io.alignment == BUFFERED
-        assert probe_alignment(without_direct_io(), folder.session.fd, "probe") == BUFFERED
+        assert find_alignment(without_direct_io(), folder.session.fd, "probe") == BUFFERED
     put(store, 1)
     assert get(store, 1) == content(key(1))
 

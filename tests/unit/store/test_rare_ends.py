@@ -39,7 +39,7 @@ from store_testing import (
 )
 
 from hcache_backend.store import PageStore, file_ops, folder, maintenance, page_store
-from hcache_backend.store.direct_io import BUFFERED, PageIO, probe_alignment, reading_alignment
+from hcache_backend.store.direct_io import BUFFERED, PageIO, find_alignment, reading_alignment
 from hcache_backend.store.disk import Disk
 from hcache_backend.store.file_ops import FileOps, FolderLock
 from hcache_backend.store.folder import Folder, descriptors_of_each
@@ -255,7 +255,7 @@ def test_alignment_is_tried_and_other_errors_are_told(code: int, tmp_path: Path)
                 reading_alignment(ops, fd, "file")
         else:
             assert not reading_alignment(ops, fd, "file").flags
-            assert not probe_alignment(ops, fd, "probe").flags
+            assert not find_alignment(ops, fd, "probe").flags
     finally:
         os.close(fd)
 

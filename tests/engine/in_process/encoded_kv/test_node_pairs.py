@@ -67,9 +67,8 @@ class Model:
 
     Attributes:
         asked: The last tokens, and how many there are.
-        fails: In "probe" or "measure", the result of which one waits for; "": it does not.
-        arrived: Whether answers have.
-    """
+        fails: In "attention_inputs" or "measure", the result of which one waits for; "": it does
+        not. arrived: Whether answers have."""
 
     def __init__(self, sums: dict[int, PairSums] | None = None) -> None:
         self.sums = sums or {40: far({(1, 4): 0.1})}
@@ -80,8 +79,8 @@ class Model:
     def stream(self) -> Stream:
         return Forwards(self)
 
-    def probe(self, layers: int, ids: Any, keys: torch.Tensor) -> Callable[[], PairSums]:
-        self.may_fail("probe")
+    def attention_inputs(self, layers: int, ids: Any, keys: torch.Tensor) -> Callable[[], PairSums]:
+        self.may_fail("attention_inputs")
         self.asked.append((ids.tolist(), len(keys)))
 
         def measure() -> PairSums:
@@ -199,7 +198,7 @@ def test_without_an_answer_pairs_are_those_of_the_start(caplog: pytest.LogCaptur
     pairs = node_pairs(model)
     pairs.add_node(None, [0])
     pairs.add_node(Tree(), [3])  # a node that SGLang does not know
-    model.fails = "probe"
+    model.fails = "attention_inputs"
     pairs.add_node(Tree(40), [0])
     pairs.add_node(Tree(40), [0])
     assert ready(pairs) == [START] * 2
@@ -216,7 +215,7 @@ def test_with_other_ranks_a_model_that_fails_ends_the_server() -> None:
     """They wait for it in collectives of the model, and would take part in others instead."""
     model = Model()
     pairs = node_pairs(model, ranks=2)
-    model.fails = "probe"
+    model.fails = "attention_inputs"
     with pytest.raises(RuntimeError, match="no memory"):
         pairs.add_node(Tree(40), [0])
 

@@ -59,9 +59,11 @@ def bare_start() -> Any:
 
 def of_rows(codec: str, rows: torch.Tensor) -> str:
     """The codec of hidden states that a start chooses by those of its self-check."""
-    probe: Any = SimpleNamespace(hidden=(torch.randn_like(rows), rows), layers=(0, 1), slots=None)
-    probe.positions, probe.problem = torch.arange(len(rows)), lambda *_: None
-    return choose_codec(None, HCacheConfig(codec=codec), probe, None).name  # type: ignore[arg-type]
+    observed: Any = SimpleNamespace(
+        hidden=(torch.randn_like(rows), rows), layers=(0, 1), slots=None
+    )
+    observed.positions, observed.problem = torch.arange(len(rows)), lambda *_: None
+    return choose_codec(None, HCacheConfig(codec=codec), observed, None).name  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def tried(device: Any, codec: str) -> str:
     one."""
     written = slots_of(1, 2, 3, 4)[:-3]
     layouts = plan_of(device, codec), plan_of(device, "none")
-    return bare_start()._proven(*layouts, lambda: written).kv.codec
+    return bare_start()._checked_layout(*layouts, lambda: written).kv.codec
 
 
 def test_own_pages_without_a_codec_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

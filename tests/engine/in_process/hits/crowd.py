@@ -67,7 +67,7 @@ class Crowd:
             make_room=lambda pages: None,
             holds=lambda node: True,
         )
-        budget = SliceBudget(1.0, TOKENS, lambda tokens, prefix: 1.0, known=True)
+        budget = SliceBudget(1.0, TOKENS, lambda tokens, prefix: 1.0, in_seconds=True)
         of_loads, starts = {"recomputes_pages": False}, {"start": lambda *_, **__: Restore()}
         eager = eager_over(pages, PAGES, PAGE, budget, starts, loads=of_loads)
         eager._prefetches = eager.fronts._prefetches = state.prefetches

@@ -95,7 +95,7 @@ def test_clearing_the_allocator_forgets_reservations(scene: Scene) -> None:
 
 def test_an_abort_frees_what_it_held_in_the_next_turn(scene: Scene) -> None:
     """HiCache forgets the prefetch, and gives back the host pages that it had brought."""
-    eager = scene.loads(SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, known=True), {})
+    eager = scene.loads(SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, in_seconds=True), {})
     prefetch = Operation(8, SIZE)
     prefetch.completed_tokens = 4 * SIZE  # half of it has arrived
     controller = SimpleNamespace(after_forwards=lambda stream: None)
@@ -114,7 +114,7 @@ def test_copies_of_a_hit_do_not_wait_for_restores_that_others_wait_for(scene: Sc
     server, gate = Server(["hidden", "kv"]), threading.Event()
     loading = WorkerStream("loading")
     loading.run(partial(gate.wait, 240))
-    budget = SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, known=True)
+    budget = SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, in_seconds=True)
     eager = scene.loads(budget, {"start": server.pipeline.start})
     with loading.as_current():
         restore = eager._launch(np.array([1, 2]), torch.arange(2 * SIZE))

@@ -54,7 +54,7 @@ class Fronts:
         self.stream = WorkerStream("forward")
         self.seconds_to_read = math.inf  # a token
         self.eager = scene.loads(
-            SliceBudget(1e9, 2 * SIZE, lambda tokens, prefix: 3 * tokens, known=True),
+            SliceBudget(1e9, 2 * SIZE, lambda tokens, prefix: 3 * tokens, in_seconds=True),
             {"start_recomputation": self._launch},
             loads={
                 "recompute_pages": self._recompute_pages,
@@ -405,7 +405,7 @@ def test_a_front_is_not_waited_for_where_slices_are_put_off(fronts: Fronts) -> N
 def test_slices_take_as_long_as_a_prefill_until_one_has_run(fronts: Fronts) -> None:
     """Servers of K and V have no profile for slices; their first hits are judged all the same."""
     fronts.eager.fronts._budget = SliceBudget(
-        1.0, 2 * SIZE, lambda tokens, _: 3 * tokens, known=False
+        1.0, 2 * SIZE, lambda tokens, _: 3 * tokens, in_seconds=False
     )
     fronts.l3.estimates.prefill.seconds = lambda tokens, prefix: tokens * 5 + prefix
     fronts.eager.fronts.governor.pace = Pace(0.5, "shorter")

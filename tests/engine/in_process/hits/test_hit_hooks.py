@@ -155,8 +155,8 @@ def became_slow(gate: HitGate) -> None:
 def slow_l3(gate: HitGate) -> HitGate:
     """Computing a hit takes a second and reading it ten, as was measured just now."""
     became_slow(gate)
-    for probes in gate._probes:
-        probes.last_read = math.inf  # however busy the machine is, none is due
+    for trials in gate._trials:
+        trials.last_read = math.inf  # however busy the machine is, none is due
     return gate
 
 

@@ -45,7 +45,7 @@ def eager(checker: Checker) -> None:
         on_freed=[],
         mark_arrived=lambda: None,
     )
-    budget = SliceBudget(1.0, 4 * SIZE, lambda tokens, prefix: 0.01 * tokens, known=True)
+    budget = SliceBudget(1.0, 4 * SIZE, lambda tokens, prefix: 0.01 * tokens, in_seconds=True)
     process = L3Progress(), Operation.prefetches
     eager = EagerLoads(pages, pool, loading.pipeline, loading.queue, PAGES, budget, *process)  # type: ignore[arg-type]
     controller = SimpleNamespace(

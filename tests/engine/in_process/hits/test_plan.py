@@ -45,7 +45,7 @@ def slices(plan: PartitionPlan) -> Recomputing:
     """How long an idle server takes for the front of a hit once it has measured a slice."""
     most = CHUNK_TOKENS
     methods = Restore(plan.profile, plan.model, plan.stored, chunk_tokens=most, ranks=plan.tp)
-    budget = SliceBudget(CONFIG.recompute_ms / 1e3, most, methods.recompute, known=True)
+    budget = SliceBudget(CONFIG.recompute_ms / 1e3, most, methods.recompute, in_seconds=True)
     return lambda tokens, prefix: budget.seconds(tokens, PAGE, prefix)
 
 
@@ -57,7 +57,7 @@ def gate_takes(plan: PartitionPlan) -> bool:
     refused = refusal(EAGER, replace(asked, config=config, exchanges=exchanges))
     machine = Restore(plan.profile, plan.model, plan.stored, plan.tp)
     gate = Gate(machine, CONFIG.min_gain)
-    gate._probes[0].last_read = 100.0  # none is due
+    gate._trials[0].last_read = 100.0  # none is due
     return takes(gate, "a", plan.tokens, recomputing=slices(plan) if refused is None else None)
 
 

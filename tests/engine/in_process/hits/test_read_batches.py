@@ -201,7 +201,7 @@ def test_from_the_back_parts_reach_to_where_the_front_will_be(pages: int, share:
         left, at = left - part, at + part
 
 
-def test_a_probe_reads_a_page_although_the_front_would_have_it_sooner() -> None:
+def test_a_trial_reads_a_page_although_the_front_would_have_it_sooner() -> None:
     waited: list[float] = []
     meeting, reports, got = Meeting(), list[Any](), list[list[str]]()
     operation = Stopped(4, lambda: len(waited) == 3)
@@ -212,7 +212,7 @@ def test_a_probe_reads_a_page_although_the_front_would_have_it_sooner() -> None:
         return len(keys)
 
     prefetch = of_operation(operation, SIZE, read, reports.append, back=True)
-    reads.transfer(prefetch, meeting, lambda *_, longest: (0.0, 1e9), probes=True)
+    reads.transfer(prefetch, meeting, lambda *_, longest: (0.0, 1e9), trial=True)
     assert got == [operation.hash_value[-1:]] and len(waited) == 3
     assert [(report.start, report.end) for report in reports] == [(3, 4)]
 

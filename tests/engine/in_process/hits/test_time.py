@@ -42,7 +42,7 @@ class Server:
         self.computing, self.reading, self.fixed = computing, reading, fixed
         self.l3 = L3Progress(Estimates(), lambda: self.now)
         scene = Scene(need_sort=False, pages=pages + 1)
-        self.budget = SliceBudget(SLICE, 2048 * SIZE, self._seconds, known=True)
+        self.budget = SliceBudget(SLICE, 2048 * SIZE, self._seconds, in_seconds=True)
         arena = SimpleNamespace(physical=lambda ids: ids, expect_recomputed=lambda *_: None)
         loads = {"recompute_pages": lambda span, slots: slots, "recomputes_pages": True}
         with through(NoThreads()):

@@ -15,9 +15,8 @@ from pytest import LogCaptureFixture, MonkeyPatch
 
 from bench.harness.tracing import hcache_trace
 from hcache_backend.capture.hooks import HiddenCapture, _FedHook
-from hcache_backend.checks import probe as probe_module
-from hcache_backend.checks import round_trip
-from hcache_backend.checks.probe import Found, LayerSpecs
+from hcache_backend.checks import round_trip, self_check
+from hcache_backend.checks.self_check import Found, LayerSpecs
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.host.index_keys import IndexKeys
 from hcache_backend.plan.profile import Rate, preset_profile
@@ -170,7 +169,7 @@ class Unproven(LayerSpecs):
     def __init__(self) -> None:
         hidden = SimpleNamespace(is_cuda=True)
         layers = [SimpleNamespace(module=name) for name in ("one", "two")]
-        self._probe = SimpleNamespace(hidden=[hidden], layers=layers)
+        self._observed = SimpleNamespace(hidden=[hidden], layers=layers)
         self._projector = SimpleNamespace(pool=SimpleNamespace(dtype=torch.bfloat16))
         spec = SimpleNamespace(fused=True, projection=lambda: "a kind")
         self._found = [Found(spec, "a spec", None), Found(None, "none", None)]
@@ -181,9 +180,9 @@ class Unproven(LayerSpecs):
 
 def test_modules_of_several_ranks_run_beside_no_forward_pass(monkeypatch: MonkeyPatch) -> None:
     called, ranks = list[Any](), SimpleNamespace(get_world_size=lambda group: 1)
-    monkeypatch.setattr(probe_module, "smallest", lambda group, *fine: fine)
-    monkeypatch.setattr(probe_module, "refuse_shared_workspaces", called.extend)
-    monkeypatch.setattr(probe_module, "dist", ranks)
+    monkeypatch.setattr(self_check, "smallest", lambda group, *fine: fine)
+    monkeypatch.setattr(self_check, "refuse_shared_workspaces", called.extend)
+    monkeypatch.setattr(self_check, "dist", ranks)
     specs = Unproven()
     specs.use_agreed()
     assert called == ["two"]
@@ -199,24 +198,24 @@ def test_on_a_gpu_each_kind_is_measured_once(
     monkeypatch: MonkeyPatch, caplog: LogCaptureFixture
 ) -> None:
     measured: list[Any] = []
-    monkeypatch.setattr(probe_module, "kind_of", lambda projection: projection)
-    monkeypatch.setattr(probe_module, "measure_choice", lambda *given: measured.append(given))
+    monkeypatch.setattr(self_check, "kind_of", lambda projection: projection)
+    monkeypatch.setattr(self_check, "measure_choice", lambda *given: measured.append(given))
     specs = Unproven()
     specs._found *= 2
     specs.measure()
     assert measured == [("a kind", torch.bfloat16)]
-    monkeypatch.setattr(probe_module, "measure_choice", NONE_LEFT)
+    monkeypatch.setattr(self_check, "measure_choice", NONE_LEFT)
     specs.measure()
     assert "the ways to project could not be timed: none left" in caplog.text
 
 
 def test_a_search_or_a_kernel_that_breaks_leaves_the_module(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_module, "find_spec", failing(KeyError("a test's")))
+    monkeypatch.setattr(self_check, "find_spec", failing(KeyError("a test's")))
     specs = Unproven()
     found = specs._find(None, SimpleNamespace(own="own", samples=[]))
     assert (found.spec, found.own) == (None, "own") and "the search broke: KeyError" in found.detail
-    monkeypatch.setattr(probe_module, "ways_in_use", lambda *_: [None])
-    specs._probe = SimpleNamespace(written=failing(RuntimeError("no compiler")))
+    monkeypatch.setattr(self_check, "ways_in_use", lambda *_: [None])
+    specs._observed = SimpleNamespace(written=failing(RuntimeError("no compiler")))
     written = specs._written(SimpleNamespace(index=0), specs._found[0])
     assert written.spec is None and "its kernel failed: RuntimeError: no compiler" in written.detail
 
@@ -346,13 +345,13 @@ def test_models_of_unusual_layers_are_refused() -> None:
     with pytest.raises(Refused, match=r"are numbered \[\]"):
         passes.attention_modules(torch.nn.Linear(2, 2), 1)
     two = torch.arange(2)
-    passed = probe_module.Passed(None, two, two, two)
+    passed = self_check.Passed(None, two, two, two)
     seen: Any = SimpleNamespace(name="layer", calls=[], projection=None, hidden=None)
     with pytest.raises(Refused, match="called 0 times in one forward pass, and no projection"):
-        probe_module._describe(0, seen, passed, calls=True)
+        self_check._describe(0, seen, passed, calls=True)
     seen.calls, seen.projection = [((), {})], "p"
     with pytest.raises(Refused, match="received no tensor for 2 tokens"):
-        probe_module._describe(0, seen, passed, calls=True)
+        self_check._describe(0, seen, passed, calls=True)
 
 
 # ---- the self-check's forward passes ----

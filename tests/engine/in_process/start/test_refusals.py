@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from hcache_backend import metrics
 from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import Staging
-from hcache_backend.checks import probe as probe_module
+from hcache_backend.checks import self_check
 from hcache_backend.config import HCacheConfig
 from hcache_backend.ranks import Refused
 from hcache_backend.start import build, capabilities
@@ -265,31 +265,31 @@ def test_it_is_found_whether_a_token_depends_on_others(
     rows = torch.randn(8, 4)
     before = rows.clone()
     given = ((), {"x": rows}) if named else ((rows,), {})
-    assert probe_module._depends(SimpleNamespace(forward=forward), *given) == depends
+    assert self_check._depends(SimpleNamespace(forward=forward), *given) == depends
     assert torch.equal(rows, before)
 
 
 @pytest.mark.parametrize("depends", [(), ("layers.0.mlp",)])
 def test_a_module_that_depends_on_the_batch_is_refused(depends: tuple[str, ...]) -> None:
     rows = torch.zeros(1)
-    probe = probe_module.Probe((), (), rows, rows, rows, depends)
-    probe.refuse_dependence(["layers.0.attention."])
+    observed = self_check.ObservedPass((), (), rows, rows, rows, depends)
+    observed.refuse_dependence(["layers.0.attention."])
     with pytest.raises(Refused, match=r"output of layers\.0\.mlp") if depends else nullcontext():
-        probe.refuse_dependence()
+        observed.refuse_dependence()
 
 
 def test_modules_that_receive_quantised_rows_count_as_dependent() -> None:
     """The rows before they were quantised are unknown."""
     rows = torch.zeros(2, 4, dtype=torch.float8_e4m3fn)
-    assert probe_module._depends(SimpleNamespace(), (rows,), {})
+    assert self_check._depends(SimpleNamespace(), (rows,), {})
 
 
 def test_modules_whose_kernels_share_a_workspace() -> None:
     plain, marlin = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     marlin.workspace = torch.zeros(4)
-    probe_module.refuse_shared_workspaces([torch.nn.Sequential(plain)])
+    self_check.refuse_shared_workspaces([torch.nn.Sequential(plain)])
     with pytest.raises(Refused, match="modules beside forward passes: the kernel of 1 has one"):
-        probe_module.refuse_shared_workspaces([torch.nn.Sequential(plain, marlin)])
+        self_check.refuse_shared_workspaces([torch.nn.Sequential(plain, marlin)])
 
 
 def test_recorded_graphs_keep_what_they_read_after_a_refusal_and_no_more(runtime: Any) -> None:

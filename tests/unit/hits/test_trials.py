@@ -1,8 +1,8 @@
-"""A disk that becomes slow, and good again: the effect of reads and probes."""
+"""A disk that becomes slow, and good again: the effect of reads and trials."""
 
 import pytest
 
-from hcache_backend.prefetch.gate import LONGEST_PROBE_SECONDS, PROBE_SECONDS, PROBE_SHARE
+from hcache_backend.prefetch.gate import LONGEST_TRIAL_SECONDS, TRIAL_SECONDS, TRIAL_SHARE
 from hcache_backend.prefetch.hit import Recomputing
 from tests.unit.hits.gates import STEP, Gate, at, judged, read, reading, slices, takes, turn
 
@@ -16,12 +16,12 @@ def slow(gate: Gate, request: pytest.FixtureRequest) -> Gate:
 
 @pytest.fixture
 def due(slow: Gate) -> Gate:
-    """The next hit is a probe of the slow L3."""
-    slow.now += PROBE_SECONDS + 1
+    """The next hit is a trial of the slow L3."""
+    slow.now += TRIAL_SECONDS + 1
     return slow
 
 
-def probe(gate: Gate, name: str, seconds: float) -> bool:
+def trial(gate: Gate, name: str, seconds: float) -> bool:
     """A hit is read although L3 was slow, in ``seconds`` if it goes on. Returns whether it did."""
     assert takes(gate, name)
     ended: list[str] = []
@@ -42,60 +42,60 @@ def test_a_disk_that_became_slow_is_noticed_by_two_reads(gate: Gate) -> None:
     assert not takes(gate, "a")
 
 
-def test_a_disk_that_is_good_again_is_noticed_by_two_probes(slow: Gate) -> None:
+def test_a_disk_that_is_good_again_is_noticed_by_two_trials(slow: Gate) -> None:
     assert not takes(slow, "a")
-    slow.now += PROBE_SECONDS + 1
+    slow.now += TRIAL_SECONDS + 1
     for name in "bc":  # the second one follows at once
-        assert probe(slow, name, 0.05)
-    assert takes(slow, "d") and slow.prefetches.waiting["d"].probed is None
+        assert trial(slow, name, 0.05)
+    assert takes(slow, "d") and slow.prefetches.waiting["d"].trial is None
 
 
-def test_only_one_probe_at_a_time(due: Gate) -> None:
+def test_only_one_trial_at_a_time(due: Gate) -> None:
     assert takes(due, "a") and not takes(due, "b")
     with reading(due, "a", 1000):
         assert not takes(due, "c")
 
 
-def test_a_slow_disk_is_probed_less_and_less_often(slow: Gate) -> None:
-    pause = PROBE_SECONDS
+def test_a_slow_disk_is_tried_less_and_less_often(slow: Gate) -> None:
+    pause = TRIAL_SECONDS
     for name in "abcdefgh":
         slow.now += pause - 1
         assert not takes(slow, f"before {name}")
         slow.now += 2
-        assert not probe(slow, name, 10.0)
-        pause = min(2 * pause, LONGEST_PROBE_SECONDS)
-    assert pause == LONGEST_PROBE_SECONDS
+        assert not trial(slow, name, 10.0)
+        pause = min(2 * pause, LONGEST_TRIAL_SECONDS)
+    assert pause == LONGEST_TRIAL_SECONDS
 
 
 def test_a_hit_that_seemed_worth_it_makes_pauses_short_again(due: Gate) -> None:
-    assert not probe(due, "a", 10.0)
+    assert not trial(due, "a", 10.0)
     due.gpu.wanted = True  # then its time counts alone
-    assert probe(due, "b", 10.0)
+    assert trial(due, "b", 10.0)
     due.gpu.wanted = False
-    due.now += PROBE_SECONDS + 1
+    due.now += TRIAL_SECONDS + 1
     assert takes(due, "c")
 
 
-def test_a_fast_disk_is_not_probed_for_a_hit_whose_load_is_slow(gate: Gate) -> None:
+def test_a_fast_disk_is_not_tried_for_a_hit_whose_load_is_slow(gate: Gate) -> None:
     read(gate, 0.4, times=2)
     gate.prefilled(10, 1000, loaded=1000, seconds=2.0)
-    gate.now += PROBE_SECONDS + 1
+    gate.now += TRIAL_SECONDS + 1
     assert not takes(gate, "a")
 
 
 @pytest.mark.parametrize("slow", [0.4], indirect=True)
-def test_a_probe_counts_the_load_too(slow: Gate) -> None:
+def test_a_trial_counts_the_load_too(slow: Gate) -> None:
     """Reading alone would be sooner than computing, reading and loading are not."""
     slow.prefilled(10, 1000, loaded=1000, seconds=0.81)
     assert not takes(slow, "a")
-    slow.now += PROBE_SECONDS + 1
-    assert probe(slow, "b", 0.4)
+    slow.now += TRIAL_SECONDS + 1
+    assert trial(slow, "b", 0.4)
     assert not takes(slow, "c"), "it was no good one"
 
 
-def test_a_probe_that_its_client_ends_says_nothing_of_the_disk(slow: Gate) -> None:
+def test_a_trial_that_its_client_ends_says_nothing_of_the_disk(slow: Gate) -> None:
     for name in "ab":
-        slow.now += PROBE_SECONDS + 1
+        slow.now += TRIAL_SECONDS + 1
         assert takes(slow, name)
         with reading(slow, name, 1000):
             slow.now += 0.01
@@ -104,12 +104,12 @@ def test_a_probe_that_its_client_ends_says_nothing_of_the_disk(slow: Gate) -> No
 
 @pytest.mark.parametrize("parts", [True, False])
 @pytest.mark.parametrize("recomputing", [None, slices(1.0)])
-def test_a_probe_of_a_slow_disk_takes_a_twentieth_of_the_time_to_compute_the_hit(
+def test_a_trial_of_a_slow_disk_takes_a_twentieth_of_the_time_to_compute_the_hit(
     due: Gate, recomputing: Recomputing | None, parts: bool
 ) -> None:
     assert takes(due, "a", recomputing=recomputing, parts=parts)
     with reading(due, "a", 1000, step=10):
-        due.now += PROBE_SHARE - 0.001
+        due.now += TRIAL_SHARE - 0.001
         assert turn(due, at(due, "a", whole=not parts, step=10)) == []
         due.now += 0.002
         assert turn(due, at(due, "a", whole=not parts, step=10)) == ["a"]
@@ -117,12 +117,12 @@ def test_a_probe_of_a_slow_disk_takes_a_twentieth_of_the_time_to_compute_the_hit
 
 
 @pytest.mark.parametrize("step", [STEP, 1024])
-def test_a_probe_whose_part_comes_late_ends_before_it_took_as_long_as_computing(
+def test_a_trial_whose_part_comes_late_ends_before_it_took_as_long_as_computing(
     step: int, gate: Gate
 ) -> None:
-    """L3 is ten times as slow as computing; without an end it would never be probed again."""
+    """L3 is ten times as slow as computing; without an end it would never be tried again."""
     read(gate, 10.0, tokens=1024, times=2)
-    gate.now += PROBE_SECONDS + 1
+    gate.now += TRIAL_SECONDS + 1
     assert judged(gate, "a", 1024, parts=False) == 1024
     began = gate.now
     with reading(gate, "a", 1024, step):
@@ -132,20 +132,20 @@ def test_a_probe_whose_part_comes_late_ends_before_it_took_as_long_as_computing(
     assert judged(gate, "b", 1024, parts=False) == 0
 
 
-def test_a_disk_that_is_slow_again_after_a_good_probe_is_probed_later(due: Gate) -> None:
-    assert probe(due, "a", 0.5)
-    assert not probe(due, "b", 10.0)
-    due.now += PROBE_SECONDS - 1
+def test_a_disk_that_is_slow_again_after_a_good_trial_is_tried_later(due: Gate) -> None:
+    assert trial(due, "a", 0.5)
+    assert not trial(due, "b", 10.0)
+    due.now += TRIAL_SECONDS - 1
     assert not takes(due, "c")
     due.now += 2
     assert takes(due, "d")
 
 
 @pytest.mark.parametrize("seconds", [0.05, 1.5, 10.0])
-def test_a_probe_whose_front_was_all_recomputed_says_nothing_of_the_disk(
+def test_a_trial_whose_front_was_all_recomputed_says_nothing_of_the_disk(
     due: Gate, seconds: float
 ) -> None:
-    """Otherwise every later hit is a probe of which nothing is read, for ever."""
+    """Otherwise every later hit is a trial of which nothing is read, for ever."""
     quick = slices(0.1)
     assert takes(due, "a", recomputing=quick, parts=False)
     rates = due.estimates.rates()
@@ -157,27 +157,27 @@ def test_a_probe_whose_front_was_all_recomputed_says_nothing_of_the_disk(
     assert not takes(due, "b", recomputing=quick, parts=False)
 
 
-def test_a_probe_is_judged_by_the_part_that_was_read(due: Gate) -> None:
+def test_a_trial_is_judged_by_the_part_that_was_read(due: Gate) -> None:
     """Two of them show that L3 is fast again, although the front recomputed nearly all."""
     quick = slices(0.1)
 
-    def probed(name: str, seconds: float) -> None:
+    def tried(name: str, seconds: float) -> None:
         assert takes(due, name, recomputing=quick)
-        assert due.prefetches.waiting[name].probed is not None
+        assert due.prefetches.waiting[name].trial is not None
         with reading(due, name, 1000):
             due.now += seconds
             due.l3.arrived(100)
             due.l3.spared(900)
         turn(due)
 
-    probed("a", 0.01)
-    probed("b", 0.01)
+    tried("a", 0.01)
+    tried("b", 0.01)
     assert due.estimates.read.seconds(1000) == pytest.approx(0.1)
     assert takes(due, "c", recomputing=quick)
-    assert due.prefetches.waiting["c"].probed is None
+    assert due.prefetches.waiting["c"].trial is None
 
 
-def test_a_probe_whose_part_was_slow_is_a_bad_one(due: Gate) -> None:
+def test_a_trial_whose_part_was_slow_is_a_bad_one(due: Gate) -> None:
     quick = slices(0.1)
     assert takes(due, "a", recomputing=quick)
     with reading(due, "a", 1000):

@@ -35,7 +35,7 @@ from hcache_kernels.project_kv import Way, ways_in_use
 from hcache_kernels.project_kv.spec import kind_of
 from hcache_kernels.project_kv.ways import measure_choice
 
-PROBE_TOKENS = 48  # enough for a wrong RoPE to show in every head, at little cost
+CHECK_TOKENS = 48  # enough for a wrong RoPE to show in every head, at little cost
 _LOUDER = 3000.0  # no power of two: FP8 values whose scale is one times larger would be equal
 
 
@@ -50,8 +50,8 @@ class Passed(NamedTuple):
 
 @dataclass
 class Observation:
-    """One layer during the probe. ``quantised``: its modules with quantised weights, by name;
-    ``asked``: True if a module's output for a token depends on the batch."""
+    """One layer during the observed pass. ``quantised``: its modules with quantised weights, by
+    name; ``asked``: True if a module's output for a token depends on the batch."""
 
     name: str
     module: torch.nn.Module
@@ -65,7 +65,7 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Probe:
+class ObservedPass:
     """Layers, with the hidden states that each received. ``dependent``: names of modules whose
     output for a token depends on its batch, or that could not be asked."""
 
@@ -125,8 +125,8 @@ class Probe:
 
 def observe(
     run: Callable[[], Passed], observations: Sequence[Observation], *, calls: bool = True
-) -> Probe:
-    """Have ``run`` run the model on the probe, and describe every layer; all ranks call it. Raises
+) -> ObservedPass:
+    """Have ``run`` run the model, and describe every layer; all ranks call it. Raises
     Refused if a layer is built in an unknown way, or, if ``calls`` are to be repeated, called."""
     handles = [handle for seen in observations for handle in _watch(seen)]
     try:
@@ -140,7 +140,7 @@ def observe(
     )
     every = ((seen, name) for seen in observations for name in seen.quantised)
     dependent = tuple(name for seen, name in every if seen.asked.get(name, True))
-    return Probe(layers, hidden, *passed[1:], dependent)
+    return ObservedPass(layers, hidden, *passed[1:], dependent)
 
 
 def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -148,8 +148,8 @@ def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if args else next(iter(kwargs.values()), None)
 
 
-def probe_tokens(vocabulary: int, length: int) -> list[int]:
-    step = max(1, vocabulary // PROBE_TOKENS)
+def check_tokens(vocabulary: int, length: int) -> list[int]:
+    step = max(1, vocabulary // CHECK_TOKENS)
     return [(7 + i * step) % vocabulary for i in range(length)]
 
 
@@ -237,27 +237,28 @@ class Recomputed(NamedTuple):
 def check_recompute(
     run_again: Callable[[Sequence[int], int], Sequence[torch.Tensor]],
     most_requests: int,
-    probe: Probe,
+    observed: ObservedPass,
     recomputer: Recomputer,
     kvcache: Any,
     *,
     other_attention: bool = False,
 ) -> Recomputed:
-    """Recompute the probe's tokens, and once more their second half after the first: more tokens
-    than in the probe, so that leftovers of its batch would show. Nothing may be allocated yet, for
-    other slots of the pool are overwritten. Raises Refused if it fails, or not even the first layer
-    is exact enough. ``run_again`` runs prompts of these lengths that begin as the probe does, the
-    first tokens in a pass of their own; it returns the slots of each, at most ``most_requests``.
-    ``other_attention``: in these passes another backend attends, which the recomputer has. What it
-    writes is compared with the probe, and recomputations with that."""
-    slots, tokens, half = probe.slots, len(probe.slots), len(probe.slots) // 2
-    dtype, pool, size = probe.hidden[0].dtype, PagedPool(kvcache), kvcache.page_size
+    """Recompute the observed tokens, and once more their second half after the first: more tokens
+    than in the observed pass, so that leftovers of its batch would show. Nothing may be allocated
+    yet, for other slots of the pool are overwritten. Raises Refused if it fails, or not even the
+    first layer is exact enough. ``run_again`` runs prompts of these lengths that begin as the
+    observed one does, the first tokens in a pass of their own; it returns the slots of each, at
+    most ``most_requests``. ``other_attention``: in these passes another backend attends, which the
+    recomputer has. What it writes is compared with the observed pass, and recomputations with
+    that."""
+    slots, tokens, half = observed.slots, len(observed.slots), len(observed.slots) // 2
+    dtype, pool, size = observed.hidden[0].dtype, PagedPool(kvcache), kvcache.page_size
 
     def written(at: torch.Tensor) -> list[KV]:
-        return [pool.fetch(layer.kernel, at, dtype) for layer in probe.layers]
+        return [pool.fetch(layer.kernel, at, dtype) for layer in observed.layers]
 
     def exactness(at: torch.Tensor, part: slice) -> list[KVExactness]:
-        """Exactness, by layer, of a part of the probe's tokens that was written to ``at``."""
+        """Exactness, by layer, of a part of the observed tokens that was written to ``at``."""
         pairs = zip(written(at[part]), wanted, strict=True)
         return [kv_exactness(got, (k[part], v[part]), pool.dtype) for got, (k, v) in pairs]
 
@@ -266,13 +267,13 @@ def check_recompute(
         return [exactness(at, part) for part in halves]
 
     wanted = written(slots)
-    # Whole pages from the pool's last slots on; the probe's are its first.
+    # Whole pages from the pool's last slots on; the observed ones are its first.
     first = (kvcache.size - tokens) // size * size
     others = torch.arange(first, first + tokens, device=slots.device)
     if int(slots.max()) >= first:
         raise Refused("the KV pool is too small to try recomputation")
     buffers = [plane for layer in range(kvcache.layer_num) for plane in planes_of(kvcache, layer)]
-    ids, none = probe.token_ids.numpy(force=True), slots[:0]
+    ids, none = observed.token_ids.numpy(force=True), slots[:0]
     second = TokenSpan(ids[half:], others[:half])
     spans, where = [TokenSpan(ids, none), TokenSpan(ids[:half], none), second], (slots, others)
     halves, judged = (slice(half), slice(half, tokens)), []
@@ -289,11 +290,11 @@ def check_recompute(
         # On the stream of service; nothing is served yet, so the host may wait.
         forwards = recomputer.stream()
         current_stream(slots.device).record().synchronize()
-        forwards.run(lambda: recomputer.recompute(len(probe.layers), torch.cat(where), spans))
+        forwards.run(lambda: recomputer.recompute(len(observed.layers), torch.cat(where), spans))
         forwards.record().synchronize()
         found = _by_layer([*halves_of(slots), *halves_of(others)])
         judged.append((Bound.of_pass(pool.dtype), "recomputed", found))
-    return _exact_layers(probe, judged, own)
+    return _exact_layers(observed, judged, own)
 
 
 @contextmanager
@@ -332,7 +333,9 @@ def _prompts(tokens: int, most_requests: int) -> Iterator[tuple[list[int], int]]
 
 
 def _exact_layers(
-    probe: Probe, judged: Sequence[tuple[Bound, str, list[KVExactness]]], own: list[KVExactness]
+    observed: ObservedPass,
+    judged: Sequence[tuple[Bound, str, list[KVExactness]]],
+    own: list[KVExactness],
 ) -> Recomputed:
     """The first layers that are as exact as the model's ``own`` passes; raises Refused if it is
     none. ``judged``: bounds and findings by layer, those of recomputed rows at the end."""
@@ -342,7 +345,7 @@ def _exact_layers(
         good = [ours.as_good_as(models, bound) for ours, models in pairs]
         if False in good:
             layers = good.index(False)
-            name = probe.layers[layers].name
+            name = observed.layers[layers].name
             problem = f"{name} {what}: {found[layers]}{beside}: {own[layers]}"
     if not layers:
         raise Refused(str(problem))
@@ -367,10 +370,15 @@ class LayerSpecs:
     """
 
     def __init__(
-        self, weights: ModelWeights, probe: Probe, projector: Projector, group: Group, limit: int
+        self,
+        weights: ModelWeights,
+        observed: ObservedPass,
+        projector: Projector,
+        group: Group,
+        limit: int,
     ) -> None:
         self.projection: list[LayerGroup] = []
-        self._weights, self._probe, self._projector = weights, probe, projector
+        self._weights, self._observed, self._projector = weights, observed, projector
         self._group, self._limit, self._stale = group, limit, False
         self._found: list[Found] = []
 
@@ -378,8 +386,8 @@ class LayerSpecs:
         """Look for the spec of every layer on this rank; all ranks call it. Raises Refused if not
         even the attention modules can restore pages."""
         found, problems = [], []
-        for layer, hidden in zip(self._probe.layers, self._probe.hidden, strict=True):
-            evidence = search.gather_evidence(layer, hidden, self._probe.positions, self._limit)
+        for layer, hidden in zip(self._observed.layers, self._observed.hidden, strict=True):
+            evidence = search.gather_evidence(layer, hidden, self._observed.positions, self._limit)
             problems.append(search.dependence(layer, evidence))
             found.append(self._find(layer, evidence))
         self._found = found
@@ -402,7 +410,7 @@ class LayerSpecs:
         """On a GPU, find the faster way to project each kind of layer, or use the library's. It
         takes seconds on the first start with a model: a file of the device keeps the times. Its
         choice is tested too, because :meth:`check_writing` comes after it."""
-        if not self._probe.hidden[0].is_cuda:
+        if not self._observed.hidden[0].is_cuda:
             return
         specs = (found.spec for found in self._found)
         found = (spec.projection() for spec in specs if spec and spec.fused)
@@ -416,7 +424,7 @@ class LayerSpecs:
         """Drop specs that do not write the model's K and V to the pool. Nothing may run yet. A
         fused spec multiplies by some rows of a weight. If that is not exact enough, the product of
         the whole module, as the model computes it, is tried before the attention module."""
-        for layer in self._probe.layers:
+        for layer in self._observed.layers:
             found = self._found[layer.index]
             while found.spec is not None:
                 checked = self._written(layer, found)
@@ -434,7 +442,7 @@ class LayerSpecs:
         projector.specs = [one.spec for one in self._found]
         try:
             ways = ways_in_use(found.spec.projection(), kept) if found.spec.fused else [None]
-            written = self._probe.written(layer, projector, ways)
+            written = self._observed.written(layer, projector, ways)
         except Exception as error:
             return Found(None, f"its kernel failed: {type(error).__name__}: {error}", found.own)
         if written.as_good_as(found.own, Bound.of_product(kept)):
@@ -452,9 +460,9 @@ class LayerSpecs:
         self._report()
         self._stale = False
         generic = [layer for layer, spec in enumerate(specs) if spec is None]
-        if not generic or not self._probe.hidden[0].is_cuda:
+        if not generic or not self._observed.hidden[0].is_cuda:
             return
-        refuse_shared_workspaces(self._probe.layers[layer].module for layer in generic)
+        refuse_shared_workspaces(self._observed.layers[layer].module for layer in generic)
         if dist.get_world_size(group=self._group) > 1:
             raise Refused(
                 f"layers {', '.join(map(str, generic))} have no spec, and on a GPU their attention "
@@ -468,7 +476,7 @@ class LayerSpecs:
 
     def _forget(self) -> None:
         """Weights change: attention modules stay right, specs may not."""
-        self._projector.specs = [None] * len(self._probe.layers)
+        self._projector.specs = [None] * len(self._observed.layers)
         self._stale = True
 
     def _renew(self) -> None:

@@ -17,7 +17,7 @@ from hcache_backend.metrics import logger
 
 
 @dataclass(eq=False)
-class PageProofs:
+class PageHeaders:
     """Of pages with hidden states (``_captured``) the arena knows weights and tokens."""
 
     _weights: ModelWeights
@@ -73,18 +73,18 @@ class PageProofs:
         layout.seal(page, namespace, key, self._writer)
         return None
 
-    def proven(
-        self, host_pages: Ids, keys: Sequence[str], token_ids: Ints, *, verified: bool
+    def verified_pages(
+        self, host_pages: Ids, keys: Sequence[str], token_ids: Ints, *, digests_checked: bool
     ) -> int:
         """Number of the first of these pages (int64 ``[p]``), which came from L3, that are those of
-        ``keys`` and ``token_ids`` (int32 ``[p * page_size]``). ``verified``: L3 has checked their
-        units. HiCache's storage thread."""
+        ``keys`` and ``token_ids`` (int32 ``[p * page_size]``). ``digests_checked``: L3 has
+        checked their units. HiCache's storage thread."""
         namespace, size = self._weights.page_namespace(), self._layout.page_size
         for i, page in enumerate(self._arena.pages(host_pages)):
             wanted = token_ids[i * size : (i + 1) * size]
             asked = page, namespace, key_bytes(keys[i]), wanted
-            problem = self._layout.problem(*asked, segments=not verified)
-            if problem is None and not self._has_known_positions(page):
+            problem = self._layout.problem(*asked, segments=not digests_checked)
+            if problem is None and not self._has_valid_positions(page):
                 problem = "positions"
             if problem is not None:
                 why = problem.replace(" ", "_")
@@ -100,11 +100,11 @@ class PageProofs:
         if not self._captured or self._weights.quarantine is not None:
             return not self._captured
         present = self._weights.page_namespaces()
-        known = all(namespace in present for namespace in self._arena.namespaces(host_pages))
+        ours = all(namespace in present for namespace in self._arena.namespaces(host_pages))
         pages = self._arena.pages(host_pages, header=True)
-        return known and all(map(self._has_known_positions, pages))
+        return ours and all(map(self._has_valid_positions, pages))
 
-    def _has_known_positions(self, page: Bytes) -> bool:
+    def _has_valid_positions(self, page: Bytes) -> bool:
         """Kernels look positions up in RoPE tables, and cannot check them."""
         positions = self._layout.positions(page)
         return bool(0 <= positions.min() <= positions.max() < self._positions)
