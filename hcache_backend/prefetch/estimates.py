@@ -91,10 +91,9 @@ class Estimates:
         self.restored = Estimate(_linear, in_seconds=False)  # whole loads
         l3 = machine.profile.l3 if machine and machine.profile else None
         reads = machine.read if machine and l3 is not None else None
-        self.read = Estimate(
-            reads or _linear, in_seconds=reads is not None
-        )  # from L3 to host memory
-        self.shared = Estimate(_linear, in_seconds=False)  # from the shared tier
+        # From L3 to host memory, and from the shared tier.
+        self.read = Estimate(reads or _linear, in_seconds=reads is not None)
+        self.shared = Estimate(_linear, in_seconds=False)
 
     def slowdown(self, tokens: int) -> float:
         """Recent prefill time of ``tokens`` relative to the profile; 1.0 without measurements."""
