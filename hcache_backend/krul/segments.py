@@ -71,7 +71,7 @@ class PairedLayout(PageLayout):
         return xxhash.xxh3_64_hexdigest(self._prefix + self._packed + codes.encode())
 
     def of_page(self, page: Bytes) -> PairedLayout | None:
-        return self._of_entries(page[self._entries_at].tobytes())
+        return self._parse_entries(page[self._entries_at].tobytes())
 
     def sharing(self, layer: int) -> tuple[int, ...]:
         return self.slots[layer].layers
@@ -109,24 +109,26 @@ class PairedLayout(PageLayout):
         entries = memory[:, self._entries_at][pages]
         alike, places = (entries == entries[:1]).all(), defaultdict(list)
         for place, page in enumerate(entries[:1] if alike else entries):
-            if (layout := self._of_entries(page.tobytes())) is not None:
+            if (layout := self._parse_entries(page.tobytes())) is not None:
                 places[layout.slots[layer]].append(place)
         every = np.arange(len(pages))
         return [(slot, every if alike else every[found]) for slot, found in places.items()]
 
     @cached_property
-    def _of_entries(self) -> Callable[[bytes], PairedLayout | None]:
-        """Parses the tables of layers of pages; None if the form is another one."""
+    def _parse_entries(self) -> Callable[[bytes], PairedLayout | None]:
+        """Parser of a page's table of layers: those with one first segment and code are a pair.
+        It returns None for a table that this layout would not have written."""
 
         @lru_cache(_KNOWN)
         def parsed(entries: bytes) -> PairedLayout | None:
-            together = defaultdict(list)
-            for layer, (_, number, code) in enumerate(LAYER_ENTRY.iter_unpack(entries)):
+            layers_by_slot = defaultdict(list)
+            for layer, (_, first_segment, code) in enumerate(LAYER_ENTRY.iter_unpack(entries)):
                 name = code.rstrip(b"\0").decode(errors="replace")
-                together[number, name].append(layer)
-            shared = [(*found, code) for (_, code), found in together.items() if len(found) > 1]
+                layers_by_slot[first_segment, name].append(layer)
+            slots = layers_by_slot.items()
+            pairs = [(*layers, code) for (_, code), layers in slots if len(layers) > 1]
             try:
-                layout = self.with_pairs(shared)
+                layout = self.with_pairs(pairs)
             except ValueError:  # other numbers of pairs or layers, other codes
                 return None
             return layout if layout._entries == entries else None

@@ -149,7 +149,7 @@ class Reading:
     wanted: int  # tokens to read: those that are recomputed meanwhile are not
     step: int  # tokens of a part, which are reported together
     last: float  # when the last part came, or the read began
-    tier: float  # when the read of the present tier began
+    tier_start: float  # when the read of the present tier began
     shared: int = 0  # wanted tokens, at the end, in the shared tier
     tokens: int = 0  # read so far, ...
     from_shared: int = 0  # ...those of them from the shared tier, ...
@@ -211,7 +211,7 @@ class L3Progress:
             reading.tokens += tokens
             reading.last = self.clock()
             if reading.before != before:
-                reading.tier = reading.last
+                reading.tier_start = reading.last
 
     def spared(self, tokens: int) -> None:
         """``tokens`` need not be read: they were recomputed. In a trial they count as if they had
@@ -227,7 +227,7 @@ class L3Progress:
         """L3 was not read for ``seconds``."""
         if self.reading is not None:
             self.reading.start += seconds
-            self.reading.tier += seconds
+            self.reading.tier_start += seconds
             self.reading.last += seconds
 
     def came_from_shared(self, tokens: int, seconds: float, *, gave_up: bool = False) -> None:

@@ -75,7 +75,7 @@ class Fronts:
         Infinite if unknown. Any thread."""
         tokens, share = meeting.unread * self._pool.page_size, meeting.recomputable
         recomputing = self.seconds_to_recompute(tokens, prefix)
-        return self._times.unread(tokens, recomputing, share, longest=longest)
+        return self._times.seconds_to_finish(tokens, recomputing, share, longest=longest)
 
     def propose_slices(self, turn: Turn, operations: Sequence[Any]) -> None:
         """Offer the pages of these prefetches that a slice may recompute now, as many as one turn

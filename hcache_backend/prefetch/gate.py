@@ -144,7 +144,7 @@ class HitGate:
             stalled = self._seems_stalled(now)
             verdicts = [stalled] * len(running)
             rests = [one.rest for one in running]
-            begins = self.times.begins(rests)
+            begins = self.times.seconds_until_read(rests)
             for place, (one, rest, begin) in enumerate(zip(running, rests, begins, strict=True)):
                 if rest is not None:
                     verdicts[place] |= self._ends(one, rest, begin, now)
@@ -268,8 +268,8 @@ class HitGate:
 
     def _pays(self, hit: Hit, read: float) -> bool:
         """True if reading a hit in ``read`` seconds is worth it with nothing else under way."""
-        saved = self.times.saved(hit)
-        return saved is None or self.times.alone(hit, read) * self._min_gain <= saved
+        saved = self.times.seconds_saved(hit)
+        return saved is None or self.times.seconds_alone(hit, read) * self._min_gain <= saved
 
     def _seems_stalled(self, now: float) -> bool:
         return self._min_gain > 0 and self.l3.seems_stalled(now)
@@ -279,12 +279,12 @@ class HitGate:
         if self._seems_stalled(now):
             return "L3 is stalled"
         busy, others = self.gpu.seconds_busy(now), self.prefetches.hits
-        computing = self.times.computed(hit, busy, others, now)
+        computing = self.times.seconds_to_compute(hit, busy, others, now)
         if computing is None:
             return None
         enough = computing / self._min_gain if self._min_gain else math.inf
-        read = 0.0 if self.gpu.wanted else self.times.behind(others, hit, now, enough)
-        taken = self.times.loaded(hit, max(busy, read))
+        read = 0.0 if self.gpu.wanted else self.times.seconds_behind(others, hit, now, enough)
+        taken = self.times.seconds_until_loaded(hit, max(busy, read))
         if taken * self._min_gain <= computing:
             return None
         reading = f"to read and load {hit.tokens} tokens takes at least {taken:.3f} s"
@@ -298,14 +298,14 @@ class HitGate:
         worth = 0 if prefetch.all_or_nothing else prefetch.arrived - prefetch.lost
         others = (one for one in self.prefetches.hits if one is not prefetch)
         busy = self.gpu.seconds_busy(now)
-        computing = self.times.computed(hit.without(worth), busy, others, now)
+        computing = self.times.seconds_to_compute(hit.without(worth), busy, others, now)
         if computing is None:
             return False
         if trial is not None:
-            judged = TRIAL_SHARE * (self.times.saved(trial) or 0.0)
-            if self.times.since_begun(prefetch, now) < judged:
+            judged = TRIAL_SHARE * (self.times.seconds_saved(trial) or 0.0)
+            if self.times.seconds_reading(prefetch, now) < judged:
                 return False
-        going_on = self.times.going_on(prefetch, rest, begin, now)
+        going_on = self.times.seconds_going_on(prefetch, rest, begin, now)
         margin = 1.0 if prefetch.all_or_nothing else _ENDING_MARGIN
         return going_on * self._min_gain > margin * computing
 

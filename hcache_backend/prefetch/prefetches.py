@@ -96,7 +96,7 @@ class Prefetches:
             asked = self.waiting[request_id] = Prefetch(request_id, prefix, recomputing, state)
             return asked
 
-    def follow(self, ongoing: Mapping[Hashable, Record]) -> Ongoing:
+    def watched(self, ongoing: Mapping[Hashable, Record]) -> Ongoing:
         """Learn from now on which of SGLang's prefetches come and go. Replaces ``ongoing``."""
         if ongoing is not self.ongoing:  # it is new, or a flush has made it so
             for record in self.ongoing.values():
@@ -127,7 +127,7 @@ class Prefetches:
         if held is not None and held.operation is operation:
             if over:
                 self.fetching.pop(prefetch.request_id, None)
-            self.weigh(held)
+            self.count_tokens(held)
 
     def over(self, prefetch: Prefetch) -> None:
         """No request waits for it any more. A thread may read it yet: that counts."""
@@ -147,9 +147,9 @@ class Prefetches:
         held = self.early.pop(request_id)
         if held.operation is not None and self.of(held.operation).info is not None:
             self.fetching[request_id] = held
-        self.weigh(held)
+        self.count_tokens(held)
 
-    def weigh(self, held: Held) -> None:
+    def count_tokens(self, held: Held) -> None:
         """Count the tokens that a request holds, after any change of it."""
         holds, (held_before, free_before) = held.let_go is not None, held.counts
         no_answer = held.operation is None or held.operation in self.reading

@@ -17,20 +17,20 @@ class HitTimes:
     def __init__(self, l3: L3Progress) -> None:
         self._l3, self._estimates = l3, l3.estimates
 
-    def reading(self, hit: Hit) -> float:
+    def seconds_to_read(self, hit: Hit) -> float:
         """To read it; an unknown part counts as 0."""
         read, shared = self._estimates.read, self._estimates.shared
         near, far = read.seconds(hit.tokens - hit.shared), shared.seconds(hit.shared)
         return (near or 0.0) + (far or 0.0)
 
-    def saved(self, hit: Hit) -> float | None:
+    def seconds_saved(self, hit: Hit) -> float | None:
         """Of computing that it saves; None if unknown."""
         prefill = self._estimates.prefill
-        whole = prefill.seconds(hit.tokens + hit.rest, hit.prefix)
+        all_of_it = prefill.seconds(hit.tokens + hit.rest, hit.prefix)
         rest = prefill.seconds(hit.rest, hit.prefix + hit.tokens)
-        return None if whole is None or rest is None else max(0.0, whole - rest)
+        return None if all_of_it is None or rest is None else max(0.0, all_of_it - rest)
 
-    def both(self, hit: Hit, reading: float, *, begun: bool = True) -> float:
+    def seconds_to_have(self, hit: Hit, reading: float, *, begun: bool = True) -> float:
         """To have it if L3 alone takes ``reading`` seconds. Slices recompute it only if L3 has a
         worthwhile part in it. Once it has ``begun``, any part is worthwhile: a small change of the
         estimates must not throw away what was read and recomputed."""
@@ -40,15 +40,15 @@ class HitTimes:
         share = min(hit.reachable, hit.tokens) / hit.tokens
         return (side_by_side if begun else until_there)(reading, recomputing, share)
 
-    def left(self, rest: Hit | None, slowdown: float = 1.0) -> float:
+    def seconds_left(self, rest: Hit | None, slowdown: float = 1.0) -> float:
         """To have the rest of a hit, if any, from an L3 that is slower than estimated."""
-        return self.both(rest, slowdown * self.reading(rest)) if rest else 0.0
+        return self.seconds_to_have(rest, slowdown * self.seconds_to_read(rest)) if rest else 0.0
 
-    def begins(self, rests: Iterable[Hit | None]) -> list[float]:
+    def seconds_until_read(self, rests: Iterable[Hit | None]) -> list[float]:
         """Until each of these is read, one after the other."""
-        return [0.0, *accumulate(map(self.left, rests))][:-1]
+        return [0.0, *accumulate(map(self.seconds_left, rests))][:-1]
 
-    def unread(
+    def seconds_to_finish(
         self, tokens: int, recomputing: float, share: float, *, longest: bool = False
     ) -> tuple[float, float]:
         """To finish ``tokens`` that nobody has taken: reading and recomputing, and reading only
@@ -57,7 +57,7 @@ class HitTimes:
         reading = self._l3.seconds_to_read(tokens, longest=longest)
         return side_by_side(reading, recomputing, share), reading
 
-    def behind(
+    def seconds_behind(
         self, others: Iterable[Prefetch], hit: Hit, now: float, enough: float = math.inf
     ) -> float:
         """To have a hit behind the rests of ``others``: of all, or of so many that these take more
@@ -66,47 +66,49 @@ class HitTimes:
         for one in others:
             if earlier > enough:
                 break
-            earlier += self.left(one.rest, slowdown)
-        return earlier + self.both(hit, slowdown * self.reading(hit), begun=False)
+            earlier += self.seconds_left(one.rest, slowdown)
+        return earlier + self.seconds_to_have(
+            hit, slowdown * self.seconds_to_read(hit), begun=False
+        )
 
-    def loaded(self, hit: Hit, there: float) -> float:
+    def seconds_until_loaded(self, hit: Hit, there: float) -> float:
         """To have it on the device, if it is in host memory in ``there`` seconds."""
         return there + self._estimates.loaded(hit.tokens)
 
-    def alone(self, hit: Hit, reading: float) -> float:
-        """To have it on the device, with nothing else under way; as :meth:`both`."""
-        return self.loaded(hit, self.both(hit, reading, begun=False))
+    def seconds_alone(self, hit: Hit, reading: float) -> float:
+        """To have it on the device, with nothing else under way; as :meth:`seconds_to_have`."""
+        return self.seconds_until_loaded(hit, self.seconds_to_have(hit, reading, begun=False))
 
-    def computed(
+    def seconds_to_compute(
         self, hit: Hit, busy: float, others: Iterable[Prefetch], now: float
     ) -> float | None:
         """To compute a hit on a GPU that is ``busy`` so long, plus the delays of ``others``, which
         are read; None if unknown."""
-        if (saved := self.saved(hit)) is None:
+        if (saved := self.seconds_saved(hit)) is None:
             return None
-        whole, slowdown = busy + saved, self._l3.slowdown(now)
-        reads = (self.left(rest, slowdown) for one in others if (rest := one.rest))
-        delayed = takewhile(whole.__gt__, accumulate(reads))
-        return whole + sum(whole - there for there in delayed)
+        alone, slowdown = busy + saved, self._l3.slowdown(now)
+        reads = (self.seconds_left(rest, slowdown) for one in others if (rest := one.rest))
+        delayed = takewhile(alone.__gt__, accumulate(reads))
+        return alone + sum(alone - read for read in delayed)
 
-    def since_begun(self, prefetch: Prefetch, now: float) -> float:
-        """Since it is read; a trial, from its tier. 0 if it is not read yet."""
+    def seconds_reading(self, prefetch: Prefetch, now: float) -> float:
+        """Since its read began; of a trial, that of the present tier. 0 while it is not read."""
         reading = self._l3.reading
         if reading is None or reading.prefetch is not prefetch:
             return 0.0
-        return now - (reading.tier if prefetch.trial else reading.start)
+        return now - (reading.tier_start if prefetch.trial else reading.start)
 
-    def going_on(self, prefetch: Prefetch, rest: Hit, begin: float, now: float) -> float:
+    def seconds_going_on(self, prefetch: Prefetch, rest: Hit, begin: float, now: float) -> float:
         """To have the ``rest`` of a prefetch, whose read begins in ``begin`` seconds, or has."""
         reading, trial = self._l3.reading, prefetch.trial is not None
         if reading is None or reading.prefetch is not prefetch:
-            return begin if trial else begin + self.left(rest)
+            return begin if trial else begin + self.seconds_left(rest)
         here = max(0, prefetch.arrived - (reading.before if trial else 0)) + prefetch.step
-        at_this_pace = self.since_begun(prefetch, now) * rest.tokens / here
+        at_this_pace = self.seconds_reading(prefetch, now) * rest.tokens / here
         if trial:  # L3 alone
             return at_this_pace
         if (in_time := self._l3.left_in_time(now)) is None:
-            return self.both(rest, max(at_this_pace, self.reading(rest)))
+            return self.seconds_to_have(rest, max(at_this_pace, self.seconds_to_read(rest)))
         if rest.recomputing is None:
             return in_time
-        return self.both(rest, self._l3.seconds_to_read(rest.tokens, rest.shared))
+        return self.seconds_to_have(rest, self._l3.seconds_to_read(rest.tokens, rest.shared))

@@ -93,7 +93,7 @@ class Backups:
                 number = cache.ongoing_backup[operation.id][0]
                 self._answered.append(_Answer(operation.id, number, hole))
 
-    def propose_holes(self, turn: Turn) -> None:
+    def propose_missing_pages(self, turn: Turn) -> None:
         """Propose, for the operations that the backup thread ended first, the first page before
         each that L3 lacks on this rank."""
         self.on = self.on and turn.cache.buffer_pipeline is None
@@ -103,7 +103,7 @@ class Backups:
             holes = (one.hole for one in islice(self._answered, _ANSWERS))
             self._first_holes = turn.propose(*holes)
 
-    def apply_holes(self, cache: Any) -> None:
+    def apply_missing_pages(self, cache: Any) -> None:
         """Put the beginnings of nodes that a rank did not write; others wait for a turn."""
         if self._first_holes is not None:
             for hole in self._first_holes.least:

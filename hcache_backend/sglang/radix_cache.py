@@ -23,32 +23,33 @@ _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 
 
 def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
-    """Around ``check_hicache_events``, in each turn of the scheduler: HiCache's part, then ours."""
+    """Around ``check_hicache_events``, in each turn of the scheduler: HiCache's part. Then
+    ours: propose numbers, agree by one reduction on the smallest of all ranks, and apply them."""
     gate, l3, turn, prefetches = gate_of(cache), our_l3(cache), Turn(cache), current().prefetches
     controller = getattr(cache, "cache_controller", None)
-    ours = controller if hasattr(controller, "node_backups") else None
-    if ours is not None or l3 is not None:
+    own_pages = controller if hasattr(controller, "node_backups") else None
+    if own_pages is not None or l3 is not None:
         cache.hicache_storage_pass_prefix_keys = True  # of the pages before a node that is written
     with catching():
-        cache.ongoing_prefetch = prefetches.follow(cache.ongoing_prefetch)
-        waiting.left(prefetches)
+        cache.ongoing_prefetch = prefetches.watched(cache.ongoing_prefetch)
+        waiting.release_departed(prefetches)
     result = original(cache, *a, **kw)
     with catching():
-        waiting.fetched(cache, prefetches)
+        waiting.hold_fetched(cache, prefetches)
     if gate is not None:
         gate.propose_ends(turn)
-    prefetches.changed = {}
-    if ours is not None:
-        propose_turn(ours, turn)
+    prefetches.changed = {}  # both above have read it; SGLang's next calls fill it again
+    if own_pages is not None:
+        propose_turn(own_pages, turn)
     if l3 is not None:
-        l3.backups.propose_holes(turn)
+        l3.backups.propose_missing_pages(turn)
     turn.agree(cache._all_reduce_attn_groups)
     if gate is not None:
         gate.apply_ends()
-    if ours is not None:
-        apply_turn(ours, turn)
+    if own_pages is not None:
+        apply_turn(own_pages, turn)
     if l3 is not None:
-        l3.backups.apply_holes(cache)
+        l3.backups.apply_missing_pages(cache)
     return result
 
 
@@ -86,7 +87,7 @@ def around_drain(
     first they are applied to prefetches that are read from the back, last those that are over end
     on all ranks. Of pipeline stages only the first one knows that they are there."""
     gate, controller, prefetches = gate_of(cache), cache.cache_controller, current().prefetches
-    cache.ongoing_prefetch = prefetches.follow(cache.ongoing_prefetch)
+    cache.ongoing_prefetch = prefetches.watched(cache.ongoing_prefetch)
     with catching():
         n_storage_hit = waiting.with_room(cache, prefetches, n_storage_hit)
     asked, reports = controller.prefetch_hit_queue.queue, controller.ack_prefetch_queue.queue

@@ -48,7 +48,7 @@ def around_received(original: Original, scheduler: Any, req: Any, *a: Any, **kw:
             logger.warning(text, req.rid, error)
         return None
     with catching():
-        waiting.came(scheduler, prefetches, req)
+        waiting.hold_new(scheduler, prefetches, req)
     cache, node = scheduler.tree_cache, req.last_host_node
     l3 = our_l3(cache)
     if l3 is not None and node is not None and not cache.is_backuped(node):

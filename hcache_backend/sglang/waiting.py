@@ -22,7 +22,7 @@ _JUDGED = 16  # answers that a turn looks at again while they wait for room
 _SHARE = 2  # at most half of host memory is held or being read: backups need the other half
 
 
-def follows(cache: Any) -> bool:
+def may_hold_prompts(cache: Any) -> bool:
     """True if this module may act: without host pages of its own HiCache waits for room itself."""
     return getattr(cache, "buffer_pipeline", None) is None
 
@@ -31,7 +31,7 @@ def with_room(cache: Any, prefetches: Prefetches, answered: int | None) -> int |
     """Number of answers that HiCache may take now, of the ``answered`` first ones in its queue,
     which are brought to the front. HiCache reads L3 for each that it takes."""
     controller = cache.cache_controller
-    if answered is None or not follows(cache):
+    if answered is None or not may_hold_prompts(cache):
         return answered
     controller.prefetch_capacity_limit = sys.maxsize  # room is judged here, by what L3 has
     prefetches.short_of_room = False
@@ -145,7 +145,7 @@ def _tokens_to_read(
     return tokens
 
 
-def came(scheduler: Any, prefetches: Prefetches, request: Any) -> None:
+def hold_new(scheduler: Any, prefetches: Prefetches, request: Any) -> None:
     """SGLang has looked a new request up, or a waiting one again: hold its prompt."""
     cache, rid = scheduler.tree_cache, request.rid
     known = rid in prefetches.held
@@ -163,7 +163,7 @@ def came(scheduler: Any, prefetches: Prefetches, request: Any) -> None:
         prefetches.fetching[rid] = held
     there, short = request.host_hit_length, prefetches.short_of_room
     if there and not short and prefetches.held_tokens + there <= _room(cache):
-        _hold(cache, prefetches, held)
+        _lock_prompt(cache, prefetches, held)
 
 
 def _bootstrapping(scheduler: Any) -> Any:
@@ -171,30 +171,30 @@ def _bootstrapping(scheduler: Any) -> Any:
     return getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
 
 
-def _hold(cache: Any, prefetches: Prefetches, held: Held) -> None:
+def _lock_prompt(cache: Any, prefetches: Prefetches, held: Held) -> None:
     """Keep what host memory has of a prompt, by its last look-up."""
     node, tokens = held.request.last_host_node, held.request.host_hit_length
-    _let_go(prefetches, held)
-    if tokens and follows(cache) and cache.is_backuped(node):
-        receipt = cache.inc_host_lock_ref(node).to_dec_params()
-        held.let_go = partial(_unlock, cache, cache.storage_prefetch_retries, node, receipt)
+    _unlock_prompt(prefetches, held)
+    if tokens and may_hold_prompts(cache) and cache.is_backuped(node):
+        lock = cache.inc_host_lock_ref(node).to_dec_params()
+        held.let_go = partial(_unlock, cache, cache.storage_prefetch_retries, node, lock)
         held.node, held.tokens = node, tokens
-        prefetches.weigh(held)
+        prefetches.count_tokens(held)
 
 
-def _let_go(prefetches: Prefetches, held: Held) -> None:
+def _unlock_prompt(prefetches: Prefetches, held: Held) -> None:
     if held.let_go is not None:
         held.let_go()
         held.tokens, held.let_go = 0, None
-        prefetches.weigh(held)
+        prefetches.count_tokens(held)
 
 
-def _unlock(cache: Any, retries: Any, node: Any, receipt: Any) -> None:
-    if cache.storage_prefetch_retries is retries:  # otherwise a flush has emptied the tree
-        cache.dec_host_lock_ref(node, receipt)
+def _unlock(cache: Any, tree: Any, node: Any, lock: Any) -> None:
+    if cache.storage_prefetch_retries is tree:  # a flush makes a new one, and empties the tree
+        cache.dec_host_lock_ref(node, lock)
 
 
-def left(prefetches: Prefetches) -> None:
+def release_departed(prefetches: Prefetches) -> None:
     """Before HiCache's part of a turn: what does not wait any more lets go of its prompt."""
     if not prefetches.held:
         return
@@ -216,19 +216,19 @@ def left(prefetches: Prefetches) -> None:
                 _gone(prefetches, one.rid)
 
 
-def fetched(cache: Any, prefetches: Prefetches) -> None:
+def hold_fetched(cache: Any, prefetches: Prefetches) -> None:
     """Called in every turn, behind HiCache's part: hold what prefetches have brought."""
     for operation, prefetch in prefetches.changed.items():
         held, meeting = prefetches.held.get(prefetch.request_id), prefetch.meeting
         if prefetch.info is not None or held is None or held.operation is not operation:
             continue
         held.operation = None
-        prefetches.weigh(held)
+        prefetches.count_tokens(held)
         held.computed = 0 if meeting is None else meeting.front * cache.page_size
         held.read += max(0, operation.completed_tokens - held.computed)
         if operation.completed_tokens:
             held.request.init_next_round_input(cache, cow_mamba=False)  # SGLang's look-up
-            _hold(cache, prefetches, held)
+            _lock_prompt(cache, prefetches, held)
 
 
 def count_used(requests: Sequence[Any], prefetches: Prefetches) -> None:
@@ -247,4 +247,4 @@ def _gone(prefetches: Prefetches, rid: str) -> None:
     prefetches.early.pop(rid, None)
     if held is not None:
         metrics.L3_TOKENS.add(unused=held.read)
-        _let_go(prefetches, held)
+        _unlock_prompt(prefetches, held)

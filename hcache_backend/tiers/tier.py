@@ -359,7 +359,7 @@ class Tiered(Tier):
 
     def __init__(self, local: LocalTier, backend: SharedBackend | None, l3: L3Progress) -> None:
         self.local, self._l3 = local, l3
-        self._unused = backend  # until the size of a page is known
+        self._backend_to_start = backend  # until the size of a page is known
         self._shared: SharedTier | None = None
         # Pages that look-ups (one thread) found, from the first one on that only ``shared`` has.
         self.found_shared = 0
@@ -371,7 +371,7 @@ class Tiered(Tier):
 
     def use_shared(self, page_bytes: int, pieces: int) -> None:
         """Begin to use the shared tier, once; it is not used if :class:`SharedTier` raises."""
-        backend, self._unused = self._unused, None
+        backend, self._backend_to_start = self._backend_to_start, None
         if backend is None:
             return
         try:
@@ -383,8 +383,12 @@ class Tiered(Tier):
                 backend.close()
 
     def leave_shared(self, problem: str | None = None) -> None:
-        """Close the shared tier; the page store goes on."""
-        shared, self._shared, self._unused = self._shared or self._unused, None, None
+        """Close the shared tier, or its backend if it has not begun; the page store goes on."""
+        shared, self._shared, self._backend_to_start = (
+            self._shared or self._backend_to_start,
+            None,
+            None,
+        )
         if shared is not None:
             if problem is not None:
                 logger.warning("%s%s", _NOT_USED, problem)

@@ -100,7 +100,11 @@ def test_slices_bring_no_hit_later_than_l3_alone(
     tokens: int, read_seconds: float, pace: float, reachable: float, begun: bool
 ) -> None:
     hit = Hit(tokens, 0, 1, recomputing=slices(pace), reachable=reachable)
-    assert 0 <= Gate().times.both(hit, read_seconds, begun=begun) <= read_seconds * (1 + 1e-9)
+    assert (
+        0
+        <= Gate().times.seconds_to_have(hit, read_seconds, begun=begun)
+        <= read_seconds * (1 + 1e-9)
+    )
 
 
 def test_while_the_front_is_waited_for_l3_is_not_slow(gate: Gate) -> None:
@@ -125,12 +129,12 @@ def test_the_front_of_an_earlier_hit_is_recomputed_first(gate: Gate) -> None:
     assert takes(gate, "b", recomputing=recomputing)  # 0.86 s
     # After 1.29 s. Computed after 1.0 s, and "a" would be 0.57 s late, "b" 0.14 s.
     assert takes(gate, "c", recomputing=recomputing)
-    left = gate.times.behind(gate.prefetches.hits, hit, gate.now)
+    left = gate.times.seconds_behind(gate.prefetches.hits, hit, gate.now)
     assert left == pytest.approx(12 / 7)
     assert turn(gate, at(gate, "a"), at(gate, "b"), at(gate, "c")) == []
     # Nothing is recomputed of the first one any more: it takes as long as L3 needs.
     gate.to_end([at(gate, "a", reachable=0), at(gate, "b"), at(gate, "c")])
-    left = gate.times.behind(gate.prefetches.hits, hit, gate.now)
+    left = gate.times.seconds_behind(gate.prefetches.hits, hit, gate.now)
     assert left == pytest.approx(0.75 + 9 / 7)
 
 

@@ -97,14 +97,16 @@ class Cache:
         backups.answered(self, [SimpleNamespace(id=operation) for operation in self.ongoing_backup])
         self.ongoing_backup.clear()
         turn = Turn(self)
-        backups.propose_holes(turn)
+        backups.propose_missing_pages(turn)
         turn.agree(agree)
-        backups.apply_holes(self)
+        backups.apply_missing_pages(self)
 
 
 def finish(cache: Cache, stages: int = 1) -> None:
     backups = Backups(stages)
-    backups.propose_holes(Turn(cache))  # a turn of the scheduler, before anything is written
+    backups.propose_missing_pages(
+        Turn(cache)
+    )  # a turn of the scheduler, before anything is written
     backups.finish()
 
 
@@ -122,7 +124,9 @@ def test_backups_end_before_memory_is_released() -> None:
     cache: Any = Cache()
     released = list[int]()
     backups = Backups(1)
-    backups.propose_holes(Turn(cache))  # a turn of the scheduler, before anything is written
+    backups.propose_missing_pages(
+        Turn(cache)
+    )  # a turn of the scheduler, before anything is written
     cache.ongoing_backup = {1: None}
     cache.cache_controller = SimpleNamespace(storage_backend=SimpleNamespace(backups=backups))
 

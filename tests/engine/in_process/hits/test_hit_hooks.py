@@ -222,7 +222,7 @@ def test_a_slow_prefetch_ends_unless_that_would_discard_what_has_arrived(
     became_slow(gate)
     turn = Turn(cache := cache_of(SimpleNamespace()))
     ongoing = {"a": SimpleNamespace(operation=operation)}
-    cache.ongoing_prefetch = gate.prefetches.follow(ongoing)
+    cache.ongoing_prefetch = gate.prefetches.watched(ongoing)
     gate.propose_ends(turn)
     turn.agree(alone)
     gate.apply_ends()

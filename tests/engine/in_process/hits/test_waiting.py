@@ -127,7 +127,7 @@ class Cache:
 
     def looked_at(self) -> None:
         """A turn is at the point behind HiCache's part."""
-        waiting.fetched(self, self.prefetches)
+        waiting.hold_fetched(self, self.prefetches)
         self.prefetches.changed = {}
 
     def take(self) -> list[str]:
@@ -150,7 +150,7 @@ class Cache:
 def cache(runtime: Runtime) -> Cache:
     found = Cache()
     found.prefetches = runtime.prefetches
-    found.ongoing_prefetch = found.prefetches.follow({})
+    found.ongoing_prefetch = found.prefetches.watched({})
     batches = {"waiting_queue": [], "running_batch": None, "last_batch": None}
     runtime.prefetches.scheduler = SimpleNamespace(tree_cache=found, **batches)
     return found
@@ -213,7 +213,7 @@ def test_a_flush_forgets_the_answers_that_waited(cache: Cache) -> None:
     cache.answer(*(Operation(str(n), 640, 1000 * n) for n in range(40)))
     assert cache.take() == ["0"]
     cache.cache_controller.prefetch_hit_queue.queue.clear()
-    cache.ongoing_prefetch = cache.prefetches.follow({})
+    cache.ongoing_prefetch = cache.prefetches.watched({})
     assert cache.prefetches.reading == cache.prefetches.waiting == {}
     cache.answer(*(Operation(str(n), 320, 1000 * n) for n in range(30)))
     cache.answer(Operation("nothing", 0, 90_000))
@@ -232,19 +232,19 @@ def test_requests_that_wait_for_their_decode_server_do_not_wait_for_the_gpu(cach
     first, other = waiting_request("a"), waiting_request("b")
     cache.answer(Operation("a", 320, 0))
     early = cache.scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[])
-    waiting.came(cache.scheduler, cache.prefetches, first)
-    waiting.came(cache.scheduler, cache.prefetches, other)
+    waiting.hold_new(cache.scheduler, cache.prefetches, first)
+    waiting.hold_new(cache.scheduler, cache.prefetches, other)
 
     def waits(early_ones: list[Any], queued: list[Any]) -> bool:
         early.queue, cache.scheduler.waiting_queue = early_ones, queued
-        waiting.left(cache.prefetches)
+        waiting.release_departed(cache.prefetches)
         return cache.prefetches.waits_for_gpu()
 
     assert not waits([first, other], [])
     assert waits([first], [other])
     assert not waits([], [first])
     assert cache.held.keys() == {"a"}
-    waiting.came(cache.scheduler, cache.prefetches, first)
+    waiting.hold_new(cache.scheduler, cache.prefetches, first)
     assert not waits([], [first]), "it waits for another try to prefetch"
     cache.revoke_pending_prefetch(first.cache_request_handle)
     assert waits([], [first])
@@ -286,7 +286,7 @@ def with_states(*names: str) -> list[Operation]:
 def test_a_hit_waits_for_room_for_its_state(cache: Cache) -> None:
     """States are few: half of those of host memory are for hits, and backups have the others."""
     cache.states.__init__(8, evictable=6)  # type: ignore[misc]
-    waiting.came(cache.scheduler, cache.prefetches, waiting_request("held", PAGE))
+    waiting.hold_new(cache.scheduler, cache.prefetches, waiting_request("held", PAGE))
     hits = with_states(*"abcdef")
     cache.answer(*hits)
     assert cache.take() == [*"abc"], "the fourth one is held"
@@ -325,7 +325,7 @@ def test_hits_do_not_wait_for_prompts_that_only_they_can_let_go(
         cache.answer(Operation(name, needed, 1000 * n, start=held))
         request = waiting_request(name, held, node=n + 1)
         scheduler.waiting_queue.append(request)
-        waiting.came(scheduler, cache.prefetches, request)
+        waiting.hold_new(scheduler, cache.prefetches, request)
     taken: list[str] = []
     while taken != waiting_ones:
         now = cache.take()
@@ -336,7 +336,7 @@ def test_hits_do_not_wait_for_prompts_that_only_they_can_let_go(
             cache.free += len(operation.host_indices)
             scheduler.waiting_queue = [one for one in scheduler.waiting_queue if one.rid != name]
         before = len(cache.unlocked)
-        waiting.left(cache.prefetches)
+        waiting.release_departed(cache.prefetches)
         cache.free += held * (len(cache.unlocked) - before)
 
 
@@ -345,10 +345,10 @@ def test_a_prompt_that_many_requests_share_counts_once(cache: Cache) -> None:
     for n in range(20):
         request = waiting_request(str(n), 160)
         cache.scheduler.waiting_queue.append(request)
-        waiting.came(cache.scheduler, cache.prefetches, request)
+        waiting.hold_new(cache.scheduler, cache.prefetches, request)
     assert [one.tokens for one in held.values()] == [160] * 20
     cache.prefetches.short_of_room = True
-    waiting.came(cache.scheduler, cache.prefetches, waiting_request("late", 160))
+    waiting.hold_new(cache.scheduler, cache.prefetches, waiting_request("late", 160))
     assert held["late"].tokens == 0
     assert cache.prefetches.held_tokens == 160, "others hold the node"
 
@@ -356,13 +356,13 @@ def test_a_prompt_that_many_requests_share_counts_once(cache: Cache) -> None:
 def test_hits_do_not_wait_for_a_decode_server(cache: Cache) -> None:
     early = cache.scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[])
     request = waiting_request("bootstrapping", HOST // 2)
-    waiting.came(cache.scheduler, cache.prefetches, request)
+    waiting.hold_new(cache.scheduler, cache.prefetches, request)
     early.queue = [request]
-    waiting.left(cache.prefetches)
+    waiting.release_departed(cache.prefetches)
     cache.answer(Operation("a", 320, 0))
     assert cache.take() == ["a"]
     early.queue, cache.scheduler.waiting_queue = [], [request]
-    waiting.left(cache.prefetches)
+    waiting.release_departed(cache.prefetches)
     cache.answer(Operation("b", 320, 1000))
     assert cache.take() == [], "a batch will give room"
 
@@ -416,13 +416,13 @@ def test_a_waiting_request_holds_its_prompt_until_it_waits_no_more(cache: Cache)
     cache.scheduler.waiting_queue = [request]
     operation = Operation("a", 320, 0)
     cache.answer(operation)
-    waiting.came(cache.scheduler, cache.prefetches, request)
+    waiting.hold_new(cache.scheduler, cache.prefetches, request)
     assert cache.held["a"].tokens == 64
     cache.looked_at()
     assert looked_up == []
     del cache.ongoing_prefetch[operation.handle]
     operation.completed_tokens, request.last_host_node, request.host_hit_length = 320, 2, 384
-    waiting.left(cache.prefetches)
+    waiting.release_departed(cache.prefetches)
     cache.looked_at()
     assert looked_up == ["a"]
     assert cache.unlocked == [1]
@@ -431,7 +431,7 @@ def test_a_waiting_request_holds_its_prompt_until_it_waits_no_more(cache: Cache)
     waiting.count_used([request], cache.prefetches)
     assert held.read == 0
     cache.scheduler.waiting_queue = []
-    waiting.left(cache.prefetches)
+    waiting.release_departed(cache.prefetches)
     assert cache.unlocked == [1, 2]
     assert cache.held == {}
 
@@ -440,11 +440,11 @@ def test_a_retracted_request_holds_its_prompt_again_an_aborted_one_nothing(cache
     request = waiting_request("a", 64)
     for _ in range(2):  # it comes, and is retracted later
         cache.scheduler.waiting_queue = [request]
-        waiting.came(cache.scheduler, cache.prefetches, request)
-        waiting.left(cache.prefetches)
+        waiting.hold_new(cache.scheduler, cache.prefetches, request)
+        waiting.release_departed(cache.prefetches)
         assert cache.held["a"].tokens == 64
         cache.scheduler.waiting_queue = []  # it was admitted, or aborted
-        waiting.left(cache.prefetches)
+        waiting.release_departed(cache.prefetches)
         assert cache.held == {}
     assert cache.unlocked == [1, 1]
 
@@ -461,19 +461,19 @@ def test_a_request_that_is_aborted_while_its_answer_waits_is_passed_over(cache: 
 
 
 def test_nothing_is_let_go_of_in_a_tree_that_was_emptied(cache: Cache) -> None:
-    waiting.came(cache.scheduler, cache.prefetches, waiting_request("a", 9))
+    waiting.hold_new(cache.scheduler, cache.prefetches, waiting_request("a", 9))
     cache.storage_prefetch_retries = SimpleNamespace()  # as a flush leaves it
-    waiting.left(cache.prefetches)
+    waiting.release_departed(cache.prefetches)
     assert cache.unlocked == []
     assert cache.held == {}
 
 
 def test_new_prompts_are_held_only_if_no_hit_waits_for_room(cache: Cache) -> None:
     cache.scheduler.waiting_queue = [large := waiting_request("large", HOST // 2)]
-    waiting.came(cache.scheduler, cache.prefetches, large)
+    waiting.hold_new(cache.scheduler, cache.prefetches, large)
     cache.answer(Operation("a", 320, 0))
     assert cache.take() == []
-    waiting.came(cache.scheduler, cache.prefetches, waiting_request("b", 9))
+    waiting.hold_new(cache.scheduler, cache.prefetches, waiting_request("b", 9))
     assert cache.held["b"].tokens == 0
 
 
