@@ -280,8 +280,8 @@ class RecomputedRows:
         table = to_device(pages, capture.device)
         slots = torch.arange(rows.shape[1], device=capture.device)
         encoded = stored_rows(capture.codec, rows.view(torch.uint8), marks) if len(rows) else ()
-        for part, some, stored in encoded:
-            at = capture.segments[part], layout.page_size, layout.kept
-            save_rows(stored, slots[some], table, capture.memory, *at)
+        for layer_part, token_part, stored in encoded:
+            at = slots[token_part], table, capture.memory, capture.segments[layer_part]
+            save_rows(stored, *at, page_size=layout.page_size, kept=layout.kept)
         fits = (marks == 0).all(0).view(-1, layout.page_size).all(1)
         return host_tensor(fits.shape, torch.bool, capture.device).copy_(fits, non_blocking=True)

@@ -82,11 +82,11 @@ def stored_rows(
     most = max(1, _AT_ONCE_BYTES // rows.shape[2])
     for first in range(0, len(rows), layers := max(1, most // tokens)):
         for start in range(0, tokens, most):
-            part, some = slice(first, first + layers), slice(start, start + most)
-            values, of_part = rows[part, some], marks[part, some]
+            layer_part, token_part = slice(first, first + layers), slice(start, start + most)
+            values, marks_of_part = rows[layer_part, token_part], marks[layer_part, token_part]
             encoded, ok = codec.encode(values.reshape(-1, rows.shape[2]).view(codec.dtype), to)
-            of_part.masked_fill_(ok.logical_not_().view_as(of_part), WRONG_STEP)
-            yield part, some, encoded.view(*of_part.shape, -1)
+            marks_of_part.masked_fill_(ok.logical_not_().view_as(marks_of_part), WRONG_STEP)
+            yield layer_part, token_part, encoded.view(*marks_of_part.shape, -1)
 
 
 class Staging:
@@ -331,16 +331,17 @@ class StagedCapture:
         return True
 
     def _save(self, rows: torch.Tensor, step: Step, layers: slice, *then: Work) -> None:
-        """Stage two for staged rows of some layers, uint8 ``[layers, tokens, row_bytes]``."""
-        layout, where, to = self.arena.layout, step.where, (self._shadows, self.memory)
+        """Stage two, on the stream of transfers: encode and save staged rows of some layers (uint8
+        ``[layers, tokens, row_bytes]``), mark those that the codec cannot hold, do ``then``."""
+        layout, slots = self.arena.layout, step.where[0]
         segments, marks = self.segments[layers], step.marks[layers]
 
         def save() -> None:
             encoded = stored_rows(self.codec, rows, marks, self._encoded)
             # Without rows only slots, positions and tokens are wanted.
-            for part, some, stored in encoded if rows.numel() else ():
-                at = layout.page_size, layout.kept
-                save_rows(stored, where[0, some], *to, segments[part], *at)
+            for layer_part, token_part, stored in encoded if rows.numel() else ():
+                at = slots[token_part], self._shadows, self.memory, segments[layer_part]
+                save_rows(stored, *at, page_size=layout.page_size, kept=layout.kept)
             for work in then:
                 work()
 
