@@ -222,7 +222,7 @@ class Ledger:
             done.synchronize()
             self.transfer_ms += start.elapsed_time(done)
             if step is not None and step.begun is not None:
-                missing, unfit = self._arena.prove(*step.begun, verdicts.array)
+                missing, unfit = self._arena.end_step(*step.begun, verdicts.array)
                 self.tokens_missing += missing
                 self.tokens_unfit += unfit
             self.buffers.give_back(verdicts)

@@ -27,7 +27,7 @@ class Free:
 
 
 def saved(costs: Estimates, hit: Hit) -> float | None:
-    return HitTimes(L3Progress(costs)).saved(hit)
+    return HitTimes(L3Progress(costs)).seconds_saved(hit)
 
 
 def a_thousand_a_second(tokens: int, prefix: float) -> float:
