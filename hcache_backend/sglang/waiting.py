@@ -176,8 +176,8 @@ def _lock_prompt(cache: Any, prefetches: Prefetches, held: Held) -> None:
     node, tokens = held.request.last_host_node, held.request.host_hit_length
     _unlock_prompt(prefetches, held)
     if tokens and may_hold_prompts(cache) and cache.is_backuped(node):
-        lock = cache.inc_host_lock_ref(node).to_dec_params()
-        held.let_go = partial(_unlock, cache, cache.storage_prefetch_retries, node, lock)
+        params = cache.inc_host_lock_ref(node).to_dec_params()
+        held.let_go = partial(_unlock, cache, cache.storage_prefetch_retries, node, params)
         held.node, held.tokens = node, tokens
         prefetches.count_tokens(held)
 
@@ -189,9 +189,9 @@ def _unlock_prompt(prefetches: Prefetches, held: Held) -> None:
         prefetches.count_tokens(held)
 
 
-def _unlock(cache: Any, tree: Any, node: Any, lock: Any) -> None:
+def _unlock(cache: Any, tree: Any, node: Any, params: Any) -> None:
     if cache.storage_prefetch_retries is tree:  # a flush makes a new one, and empties the tree
-        cache.dec_host_lock_ref(node, lock)
+        cache.dec_host_lock_ref(node, params)
 
 
 def release_departed(prefetches: Prefetches) -> None:

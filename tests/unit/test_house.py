@@ -53,7 +53,7 @@ FOREIGN = """
     _ _cache _open _outcome _tree adapter allocator anchor args batch buffers cache components
     controller ctx decode_req device_indices device_pool draft engine_stream event forward_batch
     graphs host_indices host_pool host_pool_name index k kernel kind kv_pool kvcache kwargs
-    mem_pool_host model node operation other params place q queue receipt req request result retries
+    mem_pool_host model node operation other params place q queue req request result
     runner scheduler server_args slots stream table token_ids tree updater v value weight_manager
 """
 

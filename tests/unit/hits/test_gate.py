@@ -150,7 +150,7 @@ def test_a_turn_estimates_no_more_if_more_hits_wait(monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(of, name, call)
 
-    counted(HitTimes, "both")
+    counted(HitTimes, "seconds_to_have")
     counted(estimates, "_median")
     found = []
     for hits in (50, 1000):
@@ -165,7 +165,7 @@ def test_a_turn_estimates_no_more_if_more_hits_wait(monkeypatch: pytest.MonkeyPa
             gate.to_end(running[:_JUDGED])
         found.append(dict(calls))
     assert found[0] == found[1]
-    assert found[0]["_median"] <= 6 and found[0]["both"] <= 40
+    assert found[0]["_median"] <= 6 and found[0]["seconds_to_have"] <= 40
 
 
 def test_reads_that_are_queued_come_first(gate: Gate) -> None:
