@@ -21,6 +21,7 @@ from hcache_backend.plan.model_shape import CLEARLY_LESS, ModelShape
 from hcache_backend.plan.profile import START_SECONDS, Profile, Rate, load_profile
 from hcache_backend.plan.record import PartitionRecord, find_record, record_name, save_record
 from hcache_backend.plan.restore import CHUNK_TOKENS, L3Path, Partition, Restore, describe
+from hcache_backend.projection.paged_pool import planes_of
 from hcache_backend.restore.exchange import shard_of_rank
 from hcache_backend.sglang import hooks
 from hcache_backend.sglang.arguments import ranks_of_a_request, resolved
@@ -247,8 +248,10 @@ def model_shape(
     found["kv_heads"] = shape.heads if shape.latent else runner.model_config.get_num_kv_heads(1)
     found["kv_element_bytes"] = kvcache.dtype.itemsize
     shape = shape.model_copy(update=found)
-    encoded = {"kv_row_bytes": round(kv_share * shape.kv_bytes)} if kv_share != 1.0 else None
-    return shape.model_copy(update=encoded)
+    rows = {"kv_row_bytes": round(kv_share * shape.kv_bytes)} if kv_share != 1.0 else {}
+    if shape.packed:  # a row has more than values of one type
+        rows["kv_row_bytes"] = planes_of(kvcache, 0)[0][0].nbytes
+    return shape.model_copy(update=rows)
 
 
 def judge_hits(runtime: Runtime, config: HCacheConfig, backend: str | None = None) -> None:

@@ -18,6 +18,7 @@ from hcache_backend.plan.model_config import shape_from_config
 from hcache_backend.plan.model_shape import DSAType, dsa_rows
 from hcache_backend.plan.restore import Partition
 from hcache_backend.sglang.compat import SUPPORTED, sglang_version
+from hcache_backend.start.machine import model_shape
 from hcache_backend.start.page_plan import kv_bytes_per_token
 from tests.unit.partition.pipelines import CONFIGS
 
@@ -101,3 +102,6 @@ def test_a_token_takes_what_sglangs_pools_take(
     pages = 2 * file_layout(layout.table, WHOLE).file_bytes
     assert (found.page_bytes, found.disk_bytes, found.files) == (layout.page_bytes, pages, 2)
     assert kv_bytes_per_token(device) == size
+    served = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: table))
+    judged = model_shape(SimpleNamespace(dtype=torch.bfloat16, model_config=served), device)
+    assert judged is not None and of_all.bytes_per_token(judged) == size
