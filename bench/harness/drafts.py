@@ -10,6 +10,13 @@ from typing import Any
 from bench.harness.models import build_model
 from bench.harness.server import Reply
 
+_CHANGED: dict[str, dict[str, Any]] = {
+    "glm4_moe_lite": {"mlp_layer_types": ["sparse"] * 4},
+    # In FP8 its rows are multiples of 8 bytes then, as those of real models.
+    "glm_5": {"kv_lora_rank": 256},
+}
+"""What models with a draft layer have otherwise than those without."""
+
 
 @dataclass(frozen=True)
 class Drafting:
@@ -87,8 +94,7 @@ def mtp(name: str, models: Path, folder: Path, seed: int = 0) -> Path:
     import torch
 
     # The draft layer has experts, and so has the first one then.
-    sparse: dict[str, Any] = {"mlp_layer_types": ["sparse"] * 4} if name == "glm4_moe_lite" else {}
-    model = build_model(name, models, first_k_dense_replace=0, **sparse)
+    model = build_model(name, models, first_k_dense_replace=0, **_CHANGED.get(name, {}))
     weights = _little_but_the_first_layer(model)
     first, width = "model.layers.0.", weights["model.embed_tokens.weight"].shape[1]
     count = 1 + max(int(key.split(".")[2]) for key in weights if ".layers." in key)

@@ -32,12 +32,21 @@ def install() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
     from sglang.srt.layers.rotary_embedding import factory
-    from sglang.srt.mem_cache import kv_cache_configurator, memory_pool
+    from sglang.srt.mem_cache import allocation, kv_cache_configurator, memory_pool
     from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
+    from sglang.srt.model_executor import forward_batch_info
+    from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
     # The arguments of these models are resolved for a GPU: here for Hopper.
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     ATTENTION_BACKENDS["dsa"] = sparse_attention
+    # SGLang 0.5.21 launches kernels unless the backend is one of its own for CPUs.
+    allocation.support_triton = forward_batch_info.support_triton = lambda _: False
+    DraftBackendFactory._create_dsa_decode_backend = draft_attention
+    DraftBackendFactory._create_dsa_prefill_backend = lambda made: (
+        "dsa",
+        sparse_attention(made.draft_model_runner),
+    )
     Indexer.forward_native = choose_tokens
     hadamard.hadamard_transform = hadamard_transform
     factory.get_rope_cpu = rope_for_any_length(factory.get_rope_cpu, factory.get_rope)
@@ -168,8 +177,9 @@ class _Sequence(NamedTuple):
     first: int
 
 
-def _sequences(batch: Any, req_to_token: torch.Tensor) -> Iterator[_Sequence]:
-    totals, requests = batch.seq_lens.tolist(), batch.req_pool_indices.tolist()
+def _sequences(batch: Any, req_to_token: torch.Tensor, drafts: int) -> Iterator[_Sequence]:
+    """`drafts`: how many of each sequence its length does not count."""
+    totals, requests = (batch.seq_lens + drafts).tolist(), batch.req_pool_indices.tolist()
     mode = batch.forward_mode
     if mode.is_target_verify():
         each = batch.spec_info.draft_token_num
@@ -258,8 +268,8 @@ def _index_keys(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 # ---- attention ----
 
 
-def sparse_attention(runner: Any) -> Any:
-    """The backend `dsa` of a model runner."""
+def sparse_attention(runner: Any, drafts: int = 0) -> Any:
+    """The backend `dsa` of a model runner; of a draft model for the step with so many `drafts`."""
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
     class SparseAttention(AttentionBackend):
@@ -275,7 +285,7 @@ def sparse_attention(runner: Any) -> Any:
             """Before all layers, as SGLang's backends do: the scheduler writes its table while a
             forward pass runs."""
             table = self.req_to_token_pool.req_to_token
-            self.sequences = list(_sequences(forward_batch, table))
+            self.sequences = list(_sequences(forward_batch, table, drafts))
 
         def forward_extend(
             self,
@@ -307,6 +317,22 @@ def sparse_attention(runner: Any) -> Any:
         forward_decode = forward_extend
 
     return SparseAttention(runner)
+
+
+class DraftAttention:
+    """Backends of the steps in which a draft model decodes, all but the last of `steps`."""
+
+    def __init__(self, runner: Any, steps: int):
+        self.attn_backends = [sparse_attention(runner, 1 + step) for step in range(steps - 1)]
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        for backend in self.attn_backends:
+            backend.init_forward_metadata(forward_batch)
+
+
+def draft_attention(made: Any) -> tuple[str, DraftAttention]:
+    """As SGLang's factory `made` asks for it; one draft at a time."""
+    return "dsa", DraftAttention(made.draft_model_runner, made.speculative_num_steps)
 
 
 def _latents(rows: torch.Tensor, slots: torch.Tensor, pool: Any) -> torch.Tensor:

@@ -14,11 +14,13 @@ from bench.harness.drafts import accepted, drafting
 from bench.harness.server import Server, ServerOptions
 from tests.engine.harness import ours
 from tests.engine.harness.conversations import Conversation, converse, make_conversations, turns_of
+from tests.engine.harness.sparse import PACKED, SPARSE
 
 pytestmark = pytest.mark.engine
 
 LAYERWISE = {"restore": "layerwise"}
 LITE = "MTP glm4_moe_lite"
+INDEXED = SPARSE | {"page_size": 64}  # SGLang has no other pages of index keys
 SERVERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "NGRAM, hidden": ("NGRAM", "hidden", {}, {}),
     "NGRAM, kv": ("NGRAM", "kv", {}, {}),
@@ -37,16 +39,22 @@ SERVERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "MTP, latents": (LITE, "auto", {}, {}),
     "MTP, latents, two ranks": (LITE, "auto", {}, {"tp": 2}),
     "MTP, latents, layer-wise": (LITE, "auto", LAYERWISE, {}),
+    # A draft layer has an indexer, too, and so keys of it.
+    "MTP, index keys": ("MTP deepseek_v32", "auto", {}, INDEXED),
+    "MTP, index keys, two ranks": ("MTP deepseek_v32", "auto", {}, INDEXED | {"tp": 2}),
+    "MTP, index keys, FP8": ("MTP glm_5", "auto", {}, INDEXED | {"extra_args": PACKED}),
+    "MTP, index keys, plain pages": ("MTP deepseek_v32", "plain", {}, INDEXED),
 }
-OFTEN = "EAGLE, hidden", "MTP, latents"
+OFTEN = "EAGLE, hidden", "MTP, latents", "MTP, index keys"
 
 
 def drafting_server(
     algorithm: str, cache: Path, folder: Path, *, seed: int = 0, **options: Any
 ) -> ServerOptions:
     drafts = drafting(algorithm, cache, folder, seed=seed)
+    arguments = (*drafts.arguments, *options.pop("extra_args", ()))
     return ours.our_server(
-        drafts.model, folder, page_size=16, extra_args=drafts.arguments, **options
+        drafts.model, folder, extra_args=arguments, **{"page_size": 16} | options
     )
 
 
@@ -78,11 +86,14 @@ def test_l3_changes_no_token_and_no_draft(name: str, model_cache: Path, tmp_path
     def talk(**how: Any) -> Sequence[Conversation]:
         with Server(started) as server:
             found = converse(server, make_conversations(2, turns=3, tokens=200), **how)
-            ours.assert_sound_own_pages(server, "hidden" if mode == "hidden" else "kv")
+            if mode == "plain":
+                ours.assert_nothing_went_wrong(server)
+            else:
+                ours.assert_sound_own_pages(server, "hidden" if mode == "hidden" else "kv")
         return found
 
     conversations = talk()
-    ours.assert_restored_from_l3(conversations, 16)
+    ours.assert_restored_from_l3(conversations, started.page_size)
     pages = ours.stored_pages(tmp_path)
     started.log = tmp_path / "restarted.log"
     again = talk(flush=False)  # nothing of the drafts is on the device by chance
@@ -92,7 +103,7 @@ def test_l3_changes_no_token_and_no_draft(name: str, model_cache: Path, tmp_path
     for found in (conversations, again):
         replies = [turn.reply for turn in turns_of(found)]
         assert [(reply.output_ids, accepted(reply)) for reply in replies] == wanted
-    if mode == "auto":
+    if algorithm.startswith("MTP"):
         assert all(sum(counts[1:]) > 2 for _, counts in wanted)
     elif algorithm in ("STANDALONE", "EAGLE"):
         assert sum(sum(counts[1:]) for _, counts in wanted) > 10
