@@ -268,7 +268,7 @@ def sparse(model: str, name: str, **more: Any) -> Any:
 
 
 OF_SPARSE = [
-    sparse("deepseek_v32", "bfloat16", often=True),
+    sparse("deepseek_v32", "bfloat16", marks=[VERSIONS], often=True),
     # Every second layer has no index keys.
     sparse("glm_5", "FP8", **PACKED_ROWS, often=True),
     sparse("deepseek_v32", "FP8", **PACKED_ROWS, restarts=True),
