@@ -25,7 +25,7 @@ from typer import Argument, Option
 from hcache_backend import config as options
 from hcache_backend.cli import common
 from hcache_backend.cli.common import human_bytes
-from hcache_backend.cli.store import opened
+from hcache_backend.cli.store import open_folder
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.contract import check as contract
 from hcache_backend.format.units import SHARD_COUNTS
@@ -36,7 +36,7 @@ from hcache_backend.sglang.compat import sglang_version, untested
 from hcache_backend.store import FileOps, is_store_folder
 from hcache_backend.store.direct_io import find_alignment
 from hcache_backend.store.file_ops import FOLDER, try_lock
-from hcache_backend.store.folder import device_of_root, existing_part, file_system_of, why_not
+from hcache_backend.store.folder import device_of_root, existing_part, file_system_of, problem_with
 from hcache_backend.store.kvikio_ops import kvikio_state
 
 _PROBE_BYTES = 64 << 20
@@ -70,73 +70,73 @@ def doctor(
     as_json: common.AsJson = False,
 ) -> None:
     """Check folders, disks, GPUs, memory and SGLang. Exit status 1: something cannot work."""
-    given = _read(file)[1].model_dump(exclude_unset=True) if file else {}
-    config = common.settings(folders, dirs, **given)
-    found = {f"{path}: ": list(_check_folder(path, config)) for path in config.dirs}
-    found[""] = [*_machine(), _kvikio(config), *_sglang()]
-    checks = _listed(found)
+    from_file = _read(file)[1].model_dump(exclude_unset=True) if file else {}
+    config = common.settings(folders, dirs, **from_file)
+    by_folder = {f"{path}: ": list(_check_folder(path, config)) for path in config.dirs}
+    by_folder[""] = [*_check_machine(), _check_kvikio(config), *_check_sglang()]
+    checks = _checks_as_json(by_folder)
     bad = any(check["verdict"] == "bad" for check in checks)
-    common.output({"checks": checks}, as_json, lambda _: _show(found), failed=bad)
+    common.output({"checks": checks}, as_json, lambda _: _show(by_folder), failed=bad)
 
 
-def _listed(found: dict[str, list[Check]]) -> list[dict[str, str]]:
+def _checks_as_json(by_folder: dict[str, list[Check]]) -> list[dict[str, str]]:
     return [
         {**check._asdict(), "subject": f"{folder}{check.subject}".removesuffix(": folder")}
-        for folder, checks in found.items()
+        for folder, checks in by_folder.items()
         for check in checks
     ]
 
 
-def _show(found: dict[str, list[Check]]) -> None:
-    for folder, checks in found.items():
-        shown = common.table(folder.removesuffix(": "), "", "what", "found")
+def _show(by_folder: dict[str, list[Check]]) -> None:
+    for folder, checks in by_folder.items():
+        table = common.table(folder.removesuffix(": "), "", "what", "found")
         for subject, verdict, detail in checks:
-            shown.add_row(Text(verdict, _COLOURS[verdict]), subject, detail)
-        common.screen.print(shown)
+            table.add_row(Text(verdict, _COLOURS[verdict]), subject, detail)
+        common.screen.print(table)
 
 
-def _check_place(path: Path, config: HCacheConfig) -> Iterator[Check]:
+def _check_unwritten(path: Path, config: HCacheConfig) -> Iterator[Check]:
     """What can be seen of a folder without writing."""
-    place = existing_part(path)
-    if (problem := why_not(path, FileOps())) is not None:
+    existing = existing_part(path)
+    if (problem := problem_with(path, FileOps())) is not None:
         yield Check("folder", "bad", f"a server would not start with it: {problem}")
-        if place != path or not os.access(path, os.X_OK) or not is_store_folder(path):
+        if existing != path or not os.access(path, os.X_OK) or not is_store_folder(path):
             return
-    elif place != path:
-        on_root = "dirs" in config.model_fields_set and place.stat().st_dev == device_of_root()
+    elif existing != path:
+        on_root = "dirs" in config.model_fields_set and existing.stat().st_dev == device_of_root()
         hint = "; that is the disk of /, mount another one first if it is to have one"
-        found = f"does not exist yet; will be made in {place}"
-        yield _works("folder", found, hint if on_root else None)
+        detail = f"does not exist yet; will be made in {existing}"
+        yield _good_or_fair("folder", detail, hint if on_root else None)
     else:
-        found = "a page store" if is_store_folder(path) else "will be a page store"
-        yield Check("folder", "good", found)
+        detail = "a page store" if is_store_folder(path) else "will be a page store"
+        yield Check("folder", "good", detail)
     earlier = {existing_part(one).stat().st_dev for one in takewhile(path.__ne__, config.dirs)}
-    if place.stat().st_dev in earlier:
+    if existing.stat().st_dev in earlier:
         yield Check("disk", "fair", "that of an earlier folder, which reads no faster")
-    kind = file_system_of(place)
+    kind = file_system_of(existing)
     flaw = _FILE_SYSTEMS.get(kind) or _FILE_SYSTEMS.get(kind.partition(".")[0])
-    yield _works("file system", kind, flaw and f": {flaw}")
-    free, kept, quota = shutil.disk_usage(place).free, config.min_free_bytes, config.quota_bytes
+    yield _good_or_fair("file system", kind, flaw and f": {flaw}")
+    free, kept, quota = shutil.disk_usage(existing).free, config.min_free_bytes, config.quota_bytes
     detail = f"{human_bytes(free)}, of which {human_bytes(kept)} stay free"
     if free <= kept:
         detail = f"{human_bytes(free)}: no room, option 'min_free_bytes' keeps {human_bytes(kept)}"
     yield Check("free", "good" if free > 2 * kept else "fair", detail)
     if quota is not None:
         room = max(0, free - kept)
-        with suppress(OSError, sqlite3.Error), opened(path) as folder:
+        with suppress(OSError, sqlite3.Error), open_folder(path) as folder:
             room += folder.index.totals().bytes
         flaw = ": more than page files may take here" if quota > room else None
         flaw = '; few pages fit. Sizes have units, as in "500GB"' if quota < _LITTLE else flaw
-        found = f"option 'quota_bytes' is {human_bytes(quota)}, room {human_bytes(room)}"
-        yield _works("quota", found, flaw)
+        detail = f"option 'quota_bytes' is {human_bytes(quota)}, room {human_bytes(room)}"
+        yield _good_or_fair("quota", detail, flaw)
 
 
-def _works(subject: str, found: str, flaw: str | None) -> Check:
-    return Check(subject, "fair" if flaw else "good", f"{found}{flaw or ''}")
+def _good_or_fair(subject: str, detail: str, flaw: str | None) -> Check:
+    return Check(subject, "fair" if flaw else "good", f"{detail}{flaw or ''}")
 
 
 def _check_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
-    checks = list(_check_place(path, config))
+    checks = list(_check_unwritten(path, config))
     yield from checks
     if len(checks) == 1:  # a folder that no server can use
         return
@@ -148,25 +148,25 @@ def _check_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
         best = report.pages == "own" and all(one.method == "spec" for one in report.projection)
         yield Check("last server", "good" if best else "fair", common.describe_server(report))
     for record in records(path):
-        found = f"{describe(record.partition)}: {record.reason}"
-        yield Check(f"partition of {record.model}", "good", found)
+        detail = f"{describe(record.partition)}: {record.reason}"
+        yield Check(f"partition of {record.model}", "good", detail)
 
 
 def _probe(place: Path) -> Iterator[Check]:
     """Write and read a file in a new folder in ``place``."""
     ops = FileOps()
     with ExitStack() as stack:
-        name = tempfile.TemporaryDirectory(prefix=".hcache-doctor-", dir=place)
-        folder = os.open(stack.enter_context(name), FOLDER)
+        temporary = tempfile.TemporaryDirectory(prefix=".hcache-doctor-", dir=place)
+        folder = os.open(stack.enter_context(temporary), FOLDER)
         stack.callback(os.close, folder)
-        form = find_alignment(ops, folder, "alignment")
-        found = "no; reads and writes go through the page cache"
-        if form.flags:
-            found = f"yes; memory in multiples of {form.memory}, lengths of {form.length} bytes"
-        yield Check("direct I/O", "good" if form.flags else "fair", found)
+        flags, memory, length = find_alignment(ops, folder, "alignment")
+        detail = "no; reads and writes go through the page cache"
+        if flags:
+            detail = f"yes; memory in multiples of {memory}, lengths of {length} bytes"
+        yield Check("direct I/O", "good" if flags else "fair", detail)
         room = memoryview(mmap.mmap(-1, _PIECE))
         room[:] = os.urandom(4096) * (_PIECE // 4096)
-        file = ops.open("probe", os.O_RDWR | os.O_CREAT | form.flags, folder)
+        file = ops.open("probe", os.O_RDWR | os.O_CREAT | flags, folder)
         stack.callback(ops.close, file)
         locked, times = try_lock(file), [time.perf_counter()]
         for offset in range(0, _PROBE_BYTES, _PIECE):
@@ -184,28 +184,28 @@ def _probe(place: Path) -> Iterator[Check]:
         yield Check("file locks", "good" if locked else "bad", supported)
 
 
-def _machine() -> Iterator[Check]:
+def _check_machine() -> Iterator[Check]:
     command = "nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader"
     try:
         gpus = subprocess.check_output(command.split(), text=True, timeout=30)
         why = "nvidia-smi lists none"
     except (OSError, subprocess.SubprocessError) as error:
         gpus, why = "", str(error)
-    found = "; ".join(f"{count} x {gpu}" for gpu, count in Counter(gpus.splitlines()).items())
-    flaw = None if found else f"no GPU: servers on a CPU only ({why})"
-    yield _works("GPU, driver", found, flaw)
+    listed = "; ".join(f"{count} x {gpu}" for gpu, count in Counter(gpus.splitlines()).items())
+    flaw = None if listed else f"no GPU: servers on a CPU only ({why})"
+    yield _good_or_fair("GPU, driver", listed, flaw)
     total, free = (os.sysconf(f"SC_{name}PHYS_PAGES") * mmap.PAGESIZE for name in ("", "AV"))
-    found = f"{human_bytes(total)}, of which {human_bytes(free)} are not in use"
-    yield Check("host memory", "good", found)
+    detail = f"{human_bytes(total)}, of which {human_bytes(free)} are not in use"
+    yield Check("host memory", "good", detail)
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     flaw = None if limit < 0 else f", {human_bytes(limit)}: pinned memory needs more"
-    yield _works("ulimit -l", "unlimited" if limit < 0 else "a limit", flaw)
+    yield _good_or_fair("ulimit -l", "unlimited" if limit < 0 else "a limit", flaw)
     size = shutil.disk_usage(shm).total if (shm := Path("/dev/shm")).is_dir() else 0
     few = "; several GPUs need more (`docker run --shm-size 16g`)" if size < _LITTLE else None
-    yield _works("/dev/shm", human_bytes(size), few)
+    yield _good_or_fair("/dev/shm", human_bytes(size), few)
 
 
-def _kvikio(config: HCacheConfig) -> Check:
+def _check_kvikio(config: HCacheConfig) -> Check:
     mode, why = kvikio_state()
     if config.reader == "posix":
         return Check("KvikIO", "skip", f"{why}; not needed (reader: posix)")
@@ -214,14 +214,14 @@ def _kvikio(config: HCacheConfig) -> Check:
     return Check("KvikIO", "good", f"{mode}: {why}; reads pages into host memory, without GDS")
 
 
-def _sglang() -> Iterator[Check]:
-    yield _seams()
+def _check_sglang() -> Iterator[Check]:
+    yield _check_seams()
     names = [entry.value for entry in metadata.entry_points(group="sglang.srt.plugins")]
     if ours := [name for name in names if name.startswith("hcache_backend.")]:
         yield Check("plugin", "good", f"SGLang sees {ours[0]}")
     else:
-        where = f"in SGLang's Python environment (this one is {sys.executable})"
-        missing = f"not registered with SGLang. Run `pip install hcache-backend` {where}"
+        environment = f"in SGLang's Python environment (this one is {sys.executable})"
+        missing = f"not registered with SGLang. Run `pip install hcache-backend` {environment}"
         yield Check("plugin", "bad", missing)
     enabled = "not set: only servers started with this backend as L3 store hidden states"
     if os.environ.get(options.ENABLE_VARIABLE) == "1":
@@ -231,18 +231,17 @@ def _sglang() -> Iterator[Check]:
     yield Check(options.ENABLE_VARIABLE, "good", enabled)
 
 
-def _seams() -> Check:
+def _check_seams() -> Check:
     """Whether servers of this environment's SGLang have own pages, as far as its sources tell."""
     try:
-        found = contract.installed()
+        result = contract.check_installed()
     except ModuleNotFoundError:
         return Check("SGLang", "fair", "not installed in this Python environment")
     version, other = sglang_version(), untested()
-    if found.problems:
+    if result.problems:
         effect = "servers have plain pages" if other else "tested, but not as it is installed here"
-        detail = f"{version}: {effect}; {found.describe()}"
-        return Check("SGLang", "fair", detail)
-    detail = f"{other or f'{version}: tested'}; {found.describe()}"
+        return Check("SGLang", "fair", f"{version}: {effect}; {result.describe()}")
+    detail = f"{other or f'{version}: tested'}; {result.describe()}"
     return Check("SGLang", "fair" if other else "good", detail)
 
 
@@ -251,21 +250,21 @@ def config(
 ) -> None:
     """Check a configuration without a server. Exit status 2: a server would not start with it.
     What this machine's disks and folders cannot do is a warning: the server's may be others."""
-    kind, checked, checks = _read(file)
-    places = {f"{path}: ": list(_check_place(path, checked)) for path in checked.dirs}
-    listed = _listed({"": checks, **places})
-    found = checked.model_dump(mode="json", exclude_unset=True)
+    kind, checked, of_file = _read(file)
+    by_folder = {f"{path}: ": list(_check_unwritten(path, checked)) for path in checked.dirs}
+    checks = _checks_as_json({"": of_file, **by_folder})
+    values = checked.model_dump(mode="json", exclude_unset=True)
     why = "" if kind == "extra config" else ", because it has no key of SGLang's extra config"
-    bad = sum(check["verdict"] == "bad" for check in listed)
+    bad = sum(check["verdict"] == "bad" for check in checks)
     but = f" in its options, and {bad} folder(s) that do not work here" if bad else ""
     lines = [f"{file}: no errors{but}; read as {kind}{why}"]
-    lines += (f"  {name} = {value!r}" for name, value in found.items())
+    lines += (f"  {name} = {value!r}" for name, value in values.items())
     lines += (
         f"  {check['verdict']}: {check['subject']}: {check['detail']}"
-        for check in listed
+        for check in checks
         if check["verdict"] != "good" or "not exist" in check["detail"]
     )
-    report = {"kind": kind, "options": found, "checks": listed}
+    report = {"kind": kind, "options": values, "checks": checks}
     common.output(report, as_json, lambda _: common.say(*lines))
 
 
@@ -282,9 +281,9 @@ def _read(file: Path) -> tuple[str, HCacheConfig, list[Check]]:
             hint = "otherwise SGLang loads another backend, or none"
             raise ConfigError(f"{kind}: {key!r} is {value!r}; it must be {wanted!r}, {hint}")
     checked = options.start_config(table)
-    which, heads = ", ".join(map(str, SHARD_COUNTS)), table.get("tp_lcm_size", 1)
-    if heads < 1:
-        raise ConfigError(f"{kind}: 'tp_lcm_size' is {heads}; it must be one of {which}")
-    flaw = f"with own pages a server takes {which}, or its number of ranks"
-    known = heads in SHARD_COUNTS
-    return kind, checked, [] if known else [Check("tp_lcm_size", "fair", f"{heads}: {flaw}")]
+    counts, lcm = ", ".join(map(str, SHARD_COUNTS)), table.get("tp_lcm_size", 1)
+    if lcm < 1:
+        raise ConfigError(f"{kind}: 'tp_lcm_size' is {lcm}; it must be one of {counts}")
+    flaw = f"{lcm}: with own pages a server takes {counts}, or its number of ranks"
+    checks = [] if lcm in SHARD_COUNTS else [Check("tp_lcm_size", "fair", flaw)]
+    return kind, checked, checks

@@ -76,10 +76,10 @@ def parse(text: str) -> MetricsPage:
         raise NoMetrics(f"its /metrics is no Prometheus page: {error}") from None
 
     def sums(name: str, key: Callable[[dict[str, str]], str]) -> dict[str, float]:
-        found = defaultdict[str, float](float)
+        totals = defaultdict[str, float](float)
         for labels, value in samples[name]:
-            found[key(labels)] += value
-        return dict(found)
+            totals[key(labels)] += value
+        return dict(totals)
 
     def state(metric: metrics.Metric, label: str) -> str | None:
         return next((labels[label] for labels, value in samples[metric.name] if value == 1), None)
@@ -89,8 +89,8 @@ def parse(text: str) -> MetricsPage:
         raise NoMetrics("no hcache metrics on /metrics: is hcache the server's storage backend?")
     counters = {"prompt": sums(PROMPT[0], lambda labels: labels.get(PROMPT[1], ""))}
     for kind, events in metrics.COUNTS.items():
-        found = (sums(f"{metric.name}_total", metric.event) for metric in events.counters)
-        counters[kind] = {event: count for counts in found for event, count in counts.items()}
+        tables = (sums(f"{metric.name}_total", metric.event) for metric in events.counters)
+        counters[kind] = {event: count for counts in tables for event, count in counts.items()}
     for kind, part in (("stages", "count"), ("stage_seconds", "sum")):
         counters[kind] = sums(f"{metrics.STAGE_SECONDS.name}_{part}", itemgetter("stage"))
     rates = sums(metrics.RATES.name, itemgetter("operation"))
@@ -126,7 +126,7 @@ def top(
     """Watch what servers do with hidden states and L3. The servers need --enable-metrics."""
     before: dict[str, MetricsPage] = {}
 
-    def look(url: str) -> dict[str, Any]:
+    def read_server(url: str) -> dict[str, Any]:
         try:
             page = fetch(url)
         except NoMetrics as error:
@@ -134,32 +134,32 @@ def top(
         last, before[url] = before.get(url, page), page
         return {"url": url, **summary(page, last)}
 
-    def looks() -> Iterator[list[dict[str, Any]]]:
+    def read_all() -> Iterator[list[dict[str, Any]]]:
         with ThreadPoolExecutor() as pool:
             while True:
-                yield list(pool.map(look, urls or [SERVER]))
+                yield list(pool.map(read_server, urls or [SERVER]))
                 time.sleep(interval)
 
     if not (once or as_json):
         with suppress(KeyboardInterrupt), Live(console=screen, auto_refresh=False) as live:
-            for seen in looks():
-                live.update(picture(seen), refresh=True)
+            for servers in read_all():
+                live.update(panels_of(servers), refresh=True)
         return
-    _, seen = islice(looks(), 2)
-    failed = any("error" in server for server in seen)
-    common.output({"servers": seen}, as_json, lambda _: screen.print(picture(seen)), failed)
+    _, servers = islice(read_all(), 2)
+    failed = any("error" in server for server in servers)
+    common.output({"servers": servers}, as_json, lambda _: screen.print(panels_of(servers)), failed)
 
 
-def picture(servers: Sequence[Mapping[str, Any]]) -> Columns:
+def panels_of(servers: Sequence[Mapping[str, Any]]) -> Columns:
     """A panel for each server: its state, and its counts that are not 0."""
     panels = []
-    for seen in servers:
+    for server in servers:
         counts = table("", "", "per second#", "total#")
-        for kind, totals in seen.get("totals", {}).items():
+        for kind, totals in server.get("totals", {}).items():
             for name in filter(totals.get, totals):
-                rate = f"{seen['per_second'][kind][name]:,.2f}" if seen["per_second"] else "-"
+                rate = f"{server['per_second'][kind][name]:,.2f}" if server["per_second"] else "-"
                 counts.add_row(f"{kind} {name}", rate, f"{totals[name]:,.1f}")
-        state = {k: v for k, v in seen.items() if v and k not in ("url", "totals", "per_second")}
-        shown = Text("\n".join(f"{name}: {value}" for name, value in state.items()))
-        panels.append(Panel.fit(Group(shown, counts), title=Text(seen["url"]), title_align="left"))
+        state = {k: v for k, v in server.items() if v and k not in ("url", "totals", "per_second")}
+        group = Group(Text("\n".join(f"{name}: {v}" for name, v in state.items())), counts)
+        panels.append(Panel.fit(group, title=Text(server["url"]), title_align="left"))
     return Columns(panels)

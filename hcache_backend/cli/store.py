@@ -40,12 +40,12 @@ _READ_AT_MOST = 3  # headers for the codec of a namespace: servers delete files 
 def stats(folders: Folders = None, dirs: Dirs = None, as_json: AsJson = False) -> None:
     """Show how much each folder and each namespace holds, and which server was the last."""
     config = common.existing_store(folders, dirs)
-    found = [_folder_stats(path) for path in config.dirs]
-    output({"folders": found}, as_json, partial(_show_stats, config))
+    by_folder = [_folder_stats(path) for path in config.dirs]
+    output({"folders": by_folder}, as_json, partial(_show_stats, config))
 
 
 def _folder_stats(path: Path) -> dict[str, Any]:
-    with opened(path) as folder:
+    with open_folder(path) as folder:
         totals = folder.index.totals()
         spaces: dict[str, dict[str, Any]] = {}
         for entry in folder.index.entries():
@@ -60,7 +60,7 @@ def _folder_stats(path: Path) -> dict[str, Any]:
         return {
             "folder": str(path),
             "last_server": report and report.model_dump(mode="json"),
-            "pages": totals.pages,
+            "pages": totals.files,
             "bytes": totals.bytes,
             "free_bytes": folder.ops.free_bytes(folder.root_fd),
             "direct_io": bool(folder.io.alignment.flags),
@@ -69,12 +69,12 @@ def _folder_stats(path: Path) -> dict[str, Any]:
         }
 
 
-def _show_stats(config: HCacheConfig, found: dict[str, Any]) -> None:
+def _show_stats(config: HCacheConfig, stats: dict[str, Any]) -> None:
     keys = "pages# bytes# free_bytes# direct_io index_complete folder"
-    screen.print(listing("Folders", keys, found["folders"]))
+    screen.print(listing("Folders", keys, stats["folders"]))
     spaces = [
         {**space, "namespace": name, "folder": folder["folder"]}
-        for folder in found["folders"]
+        for folder in stats["folders"]
         for name, space in folder["namespaces"].items()
     ]
     if spaces:
@@ -94,7 +94,7 @@ def ls(
     config = common.existing_store(folders, dirs)
     rows: list[dict[str, Any]] = []
     for path in config.dirs:
-        with opened(path) as folder:
+        with open_folder(path) as folder:
             rows += (
                 {
                     "folder": str(path),
@@ -113,10 +113,10 @@ def ls(
     output({"pages": rows, "last_servers": servers}, as_json, show)
 
 
-def _show_pages(config: HCacheConfig, limit: int, found: dict[str, Any]) -> None:
+def _show_pages(config: HCacheConfig, limit: int, shown: dict[str, Any]) -> None:
     keys = "namespace key shard bytes# writer last_used folder"
-    screen.print(listing("", keys, found["pages"]))
-    if len(found["pages"]) == limit:
+    screen.print(listing("", keys, shown["pages"]))
+    if len(shown["pages"]) == limit:
         say(f"(the first {limit}; more with --limit)")
     _show_last_servers(config.dirs)
 
@@ -131,31 +131,32 @@ def verify(
     """Read and verify every page. Exit status 1: problems were found and not repaired."""
     config = common.existing_store(folders, dirs)
     with common.progress_bar(hidden=as_json) as bar:
-        results = {str(path): _verified(path, bar, rebuild, repair) for path in config.dirs}
+        results = {str(path): _verify_path(path, bar, rebuild, repair) for path in config.dirs}
     failed = any(result["problems"] > result["repaired"] for result in results.values())
     output({"folders": results}, as_json, _show_findings, failed=failed)
 
 
-def _verified(path: Path, bar: Progress, rebuild: bool, repair: bool) -> dict[str, Any]:
+def _verify_path(path: Path, bar: Progress, rebuild: bool, repair: bool) -> dict[str, Any]:
+    """The findings in a folder as JSON, and the number of files that the index adopted."""
     task, adopted = bar.add_task(str(path), total=None), 0
 
     def report(done: int, total: int) -> None:
         bar.update(task, completed=done, total=total)
 
     if rebuild:
-        with opened(path, to_write=True) as folder:
+        with open_folder(path, to_write=True) as folder:
             folder.set_index_aside()
-    with opened(path, to_write=rebuild or repair) as folder:
+    with open_folder(path, to_write=rebuild or repair) as folder:
         if rebuild or (repair and folder.index_is_partial):
             adopted = find_unknown_files(folder, adopt=True, progress=report).adopted
             folder.mark_index_complete()
-        found = verify_folder(folder, repair=repair, progress=report)
-    return {**asdict(found), "adopted": adopted, "problems": found.problems}
+        findings = verify_folder(folder, repair=repair, progress=report)
+    return {**asdict(findings), "adopted": adopted, "problems": findings.problems}
 
 
-def _show_findings(found: dict[str, Any]) -> None:
+def _show_findings(results: dict[str, Any]) -> None:
     kinds, rows, lines = ("damaged", "missing", "unknown", "index"), [], list[str]()
-    for path, result in found["folders"].items():
+    for path, result in results["folders"].items():
         counts = {kind: len(result[kind]) for kind in kinds}
         rows.append({**result, **counts, "intact": result["pages"], "folder": path})
         problems = [f"{name}: {reason}" for name, reason in result["damaged"] + result["unknown"]]
@@ -187,10 +188,11 @@ def gc(
     with closing(PageStore(config, _WRITER, background=False)) as store:
         for disk in store.disks:
             disk.make_room(0, seconds=60.0)
-        done = store.stats
-        found = {"pages": done.pages_evicted, "bytes": done.bytes_evicted}
-    text = f"{found['pages']:,} pages evicted, {common.human_bytes(found['bytes'])}"
-    output({**found, "not_removable": done.evict_errors}, as_json, lambda _: say(text))
+        counts = store.stats
+    pages, size = counts.pages_evicted, counts.bytes_evicted
+    text = f"{pages:,} pages evicted, {common.human_bytes(size)}"
+    result = {"pages": pages, "bytes": size, "not_removable": counts.evict_errors}
+    output(result, as_json, lambda _: say(text))
 
 
 def clear(
@@ -204,13 +206,13 @@ def clear(
     config = common.existing_store(folders, dirs)
     doomed: Counter[bytes] = Counter()
     for path in config.dirs:
-        with opened(path) as folder:
+        with open_folder(path) as folder:
             doomed.update(entry.name.namespace for entry in _entries(folder, namespace))
     if namespace is not None and len(doomed) != 1:
         raise common.Failure(f"{len(doomed)} namespaces begin with {namespace!r}: see hcache stats")
     if (count := doomed.total()) and not yes:
-        where = ", ".join(map(str, config.dirs))
-        typer.confirm(f"Delete {count:,} pages in {where}?", abort=True, err=True)
+        listed = ", ".join(map(str, config.dirs))
+        typer.confirm(f"Delete {count:,} pages in {listed}?", abort=True, err=True)
     with (
         closing(PageStore(config, _WRITER, background=False)) as store,
         common.progress_bar(hidden=as_json) as progress,
@@ -219,8 +221,8 @@ def clear(
     output({"pages": dropped}, as_json, lambda _: say(f"{dropped:,} pages deleted"))
 
 
-def opened(path: Path, *, to_write: bool = False) -> closing[Folder]:
-    """A store folder, opened beside the servers that use it; it need not be writable to be read."""
+def open_folder(path: Path, *, to_write: bool = False) -> closing[Folder]:
+    """A store folder, opened beside the servers that use it; it can only be read by default."""
     return closing(Folder(path, FileOps(), readonly=not to_write))
 
 
@@ -234,11 +236,11 @@ def codecs_of(file: Path) -> str | None:
     """Names of the codecs of the layers in a page file, with commas between them. None if the file
     cannot be read, or holds no page of our own form. Reads headers, waits for no FIFO."""
     try:
-        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
-            first = opened.read(BLOCK)
-            rest = opened.read(header_length(memoryview(first)) - BLOCK)
+        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
+            first = stream.read(BLOCK)
+            rest = stream.read(header_length(memoryview(first)) - BLOCK)
             header = parse_header(memoryview(first + rest))
-            page = opened.read(header.layout.table.segments[0].length)
+            page = stream.read(header.layout.table.segments[0].length)
         magic, version, layers, _, _, page_size = PREFIX.unpack_from(page)
         start = TOKENS + 8 * page_size
         table = LAYER_ENTRY.iter_unpack(page[start : start + layers * LAYER_ENTRY.size])

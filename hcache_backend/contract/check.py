@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from hcache_backend.contract.source import Parameters, Source
 
 
-class Found(NamedTuple):
+class ContractResult(NamedTuple):
     """How many seams were looked up, and a sentence for each that is not as we need it."""
 
     seams: int
@@ -31,12 +31,12 @@ class Found(NamedTuple):
 
 
 @cache
-def installed() -> Found:
+def check_installed() -> ContractResult:
     """The contract with the SGLang of this Python environment. Raises ModuleNotFoundError."""
     spec = find_spec("sglang")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("SGLang is not installed")
-    return Contract(Source(Path(spec.origin).parents[1])).found()
+    return Contract(Source(Path(spec.origin).parents[1])).check()
 
 
 class Contract:
@@ -47,23 +47,24 @@ class Contract:
         self._needs = needs or json.loads(files(__package__).joinpath("seams.json").read_text())
         self._one_of = {_short(name) for names in self._needs["one of"] for name in names}
 
-    def found(self) -> Found:
+    def check(self) -> ContractResult:
         checks = self._names, self._members, self._calls, self._overrides, self._attributes
-        facts = [fact for check in (*checks, self._ways, self._results) for fact in check()]
-        return Found(len(facts), tuple(dict.fromkeys(fact for fact in facts if fact is not None)))
+        facts = [fact for check in (*checks, self._alternatives, self._results) for fact in check()]
+        problems = dict.fromkeys(fact for fact in facts if fact is not None)
+        return ContractResult(len(facts), tuple(problems))
 
     # ---- for each seam None, or what is wrong with it ----
 
     def _names(self) -> Iterator[str | None]:
         """What we import or hook is there."""
         for name in self._needs["names"]:
-            there = self._source.find(name) is not None or _short(name) in self._one_of
-            yield None if there else f"there is no {name}"
+            exists = self._source.find(name) is not None or _short(name) in self._one_of
+            yield None if exists else f"there is no {name}"
 
     def _members(self) -> Iterator[str | None]:
         """What we ask imported classes for is there."""
         for owner, name in self._needs["members"]:
-            yield None if self._of_class(owner, name) else f"{_short(owner)} has no {name}"
+            yield None if self._class_has(owner, name) else f"{_short(owner)} has no {name}"
 
     def _calls(self) -> Iterator[str | None]:
         """What we call takes our arguments."""
@@ -88,12 +89,12 @@ class Contract:
                 if original is None:
                     yield f"{_short(needs['base'])} has no {name}, which {ours} overrides"
                     continue
-                mine, theirs = Parameters(**takes), Parameters.of(original, bound=True)
+                mine, theirs = Parameters(**takes), Parameters.of_function(original, bound=True)
                 problem = mine.problem_as_override(theirs)
                 yield problem and f"{ours}.{name}: {problem}"
             for name in sorted(set(needs["uses"]) - self._source.attributes(base)):
                 yield f"{ours} uses {name}, and {_short(needs['base'])} has none"
-            for name in sorted(self._source.abstract(base) - set(needs["defines"])):
+            for name in sorted(self._source.abstract_methods(base) - set(needs["defines"])):
                 yield f"{_short(needs['base'])} wants a method {name}, which {ours} has not"
 
     def _attributes(self) -> Iterator[str | None]:
@@ -101,16 +102,16 @@ class Contract:
         for owner, (classes, names) in self._needs["attributes"].items():
             known = set().union(*map(self.attributes_of, classes))
             for name in names:
-                ways = {f"{cls.rpartition('.')[2]}.{name}" for cls in classes}
-                there = name in known or ways & self._one_of
-                yield None if there else f"{owner}.{name} is not there"
+                full_names = {f"{cls.rpartition('.')[2]}.{name}" for cls in classes}
+                exists = name in known or full_names & self._one_of
+                yield None if exists else f"{owner}.{name} is not there"
 
-    def _ways(self) -> Iterator[str | None]:
-        """Where versions differ, one of the ways is there."""
+    def _alternatives(self) -> Iterator[str | None]:
+        """If versions have different members for one thing, one of these is there."""
         for members in self._needs["one of"]:
-            ways = (member.rpartition(".") for member in members)
-            there = any(self._of_class(owner, name) for owner, _, name in ways)
-            yield None if there else f"there is none of {', '.join(map(_short, members))}"
+            split = (member.rpartition(".") for member in members)
+            exists = any(self._class_has(owner, name) for owner, _, name in split)
+            yield None if exists else f"there is none of {', '.join(map(_short, members))}"
 
     def _results(self) -> Iterator[str | None]:
         """What we get from SGLang, or give to it, has the type that it had."""
@@ -130,7 +131,7 @@ class Contract:
             return self._source.attributes_in(definition)
         return self._source.attributes(definition)
 
-    def _of_class(self, dotted: str, name: str) -> bool:
+    def _class_has(self, dotted: str, name: str) -> bool:
         definition = self._source.find(dotted)
         if definition is None:
             return False

@@ -34,19 +34,19 @@ class Source:
             module = ".".join(parts[:end])
             tree = self._module(module)
             if tree is not None:
-                found: Definition | None = Definition(module, tree)
+                definition: Definition | None = Definition(module, tree)
                 for name in parts[end:]:
-                    found = found and self._member(found, name)
-                return found
+                    definition = definition and self._member(definition, name)
+                return definition
         return None
 
-    def classes(self, found: Definition) -> Iterator[Definition]:
+    def classes(self, cls: Definition) -> Iterator[Definition]:
         """A class and those it inherits from, as far as they are SGLang's."""
-        yield found
-        assert isinstance(found.node, ast.ClassDef), found
-        for base in found.node.bases:
+        yield cls
+        assert isinstance(cls.node, ast.ClassDef), cls
+        for base in cls.node.bases:
             name = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
-            parent = self._lookup(found.module, name)
+            parent = self._lookup(cls.module, name)
             if parent is not None and isinstance(parent.node, ast.ClassDef):
                 yield from self.classes(parent)
 
@@ -58,13 +58,13 @@ class Source:
     def attributes(self, cls: Definition) -> set[str]:
         """Methods, fields, and what any method assigns to its first parameter."""
         if cls not in self._attributes:
-            found = self._attributes[cls] = set()
+            names = self._attributes[cls] = set()
             for definition in self.classes(cls):
                 for member in _members(definition):
-                    found.update(_assigned(member))
+                    names.update(_assigned_names(member))
                 for node in ast.walk(definition.node):
                     if isinstance(node, ast.FunctionDef) and node.args.args:
-                        found.update(_set_on(node, node.args.args[0].arg))
+                        names.update(_attributes_set_on(node.args.args[0].arg, node))
         return self._attributes[cls]
 
     def attributes_in(self, package: Definition) -> set[str]:
@@ -74,30 +74,30 @@ class Source:
         return {
             name
             for module in modules
-            for node in _top(getattr(self._module(module), "body", ()))
+            for node in _statements(getattr(self._module(module), "body", ()))
             if isinstance(node, ast.ClassDef)
             for name in self.attributes(Definition(module, node))
         }
 
-    def parameters(self, found: Definition, *, bound: bool) -> Parameters:
+    def parameters(self, called: Definition, *, bound: bool) -> Parameters:
         """What a call of a function (``bound``: a method) or a class takes, without ``self``."""
-        if not isinstance(found.node, ast.ClassDef):
-            assert isinstance(found.node, ast.FunctionDef), found
-            return Parameters.of(found.node, bound=bound)
-        init = self.method(found, "__init__")
+        if not isinstance(called.node, ast.ClassDef):
+            assert isinstance(called.node, ast.FunctionDef), called
+            return Parameters.of_function(called.node, bound=bound)
+        init = self.method(called, "__init__")
         if init is not None:
-            return Parameters.of(init, bound=True)
+            return Parameters.of_function(init, bound=True)
         fields = [
             node.target.id
-            for definition in reversed(list(self.classes(found)))
+            for definition in reversed(list(self.classes(called)))
             for node in _members(definition)
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
         ]
         return Parameters(tuple(dict.fromkeys(fields)), frozenset(), False, False)
 
-    def abstract(self, cls: Definition) -> set[str]:
+    def abstract_methods(self, cls: Definition) -> set[str]:
         names = self.attributes(cls)
-        return {name for name in names if _is(self.method(cls, name), "abstractmethod")}
+        return {name for name in names if _has_decorator(self.method(cls, name), "abstractmethod")}
 
     # ---- internals ----
 
@@ -117,12 +117,12 @@ class Source:
         return self._modules[dotted]
 
     def _member(self, owner: Definition, name: str) -> Definition | None:
-        """The definition of ``name`` in a module or a class; None: there is none."""
+        """The definition of ``name`` in a module or a class; None: it defines no such name."""
         if isinstance(owner.node, ast.Module):
             return self._lookup(owner.module, name)
         if isinstance(owner.node, ast.ClassDef):
             for definition, node in self._members_of(owner):
-                if name in _assigned(node):
+                if name in _assigned_names(node):
                     return Definition(definition.module, node)
             return None
         return owner  # a variable: whatever it holds is not looked at
@@ -133,36 +133,40 @@ class Source:
         statement = self._names_of(module).get(name)
         if statement is None:
             submodule = f"{module}.{name}"
-            found = self.find(submodule) if self._module(submodule) else self._starred(module, name)
+            is_module = self._module(submodule) is not None
+            target = self.find(submodule) if is_module else self._starred(module, name)
         elif isinstance(statement, ast.ImportFrom):
             imported = next(a.name for a in statement.names if (a.asname or a.name) == name)
-            found = self.find(f"{self._absolute(module, statement)}.{imported}")
+            target = self.find(f"{self._absolute(module, statement)}.{imported}")
         elif isinstance(statement, ast.Import):
-            found = self.find(name)
+            target = self.find(name)
         else:
-            found = Definition(module, statement)
+            target = Definition(module, statement)
         for part in rest.split(".") if rest else []:
-            found = found and self._member(found, part)
-        return found
+            target = target and self._member(target, part)
+        return target
 
     def _starred(self, module: str, name: str) -> Definition | None:
-        for node in _top(getattr(self._module(module), "body", ())):
+        """The definition of a name that ``module`` has from another one by ``import *``."""
+        for node in _statements(getattr(self._module(module), "body", ())):
             if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-                found = self.find(f"{self._absolute(module, node)}.{name}")
-                if found is not None:
-                    return found
+                definition = self.find(f"{self._absolute(module, node)}.{name}")
+                if definition is not None:
+                    return definition
         return None
 
     def _absolute(self, module: str, statement: ast.ImportFrom) -> str:
+        """The module that a ``from`` in ``module`` imports from."""
         is_package = self.root.joinpath(*module.split(".")).is_dir()
         package = module if is_package else module.rpartition(".")[0]
         return resolve_name("." * statement.level + (statement.module or ""), package)
 
     def _names_of(self, module: str) -> dict[str, ast.stmt]:
+        """The names that a module defines or imports, with the first statement that does."""
         if module not in self._names:
             names = self._names.setdefault(module, {})
-            for node in _top(getattr(self._module(module), "body", ())):
-                for name in _assigned(node):
+            for node in _statements(getattr(self._module(module), "body", ())):
+                for name in _assigned_names(node):
                     names.setdefault(name, node)
         return self._names[module]
 
@@ -177,11 +181,11 @@ class Parameters:
     more_keywords: bool
 
     @classmethod
-    def of(cls, function: ast.FunctionDef, *, bound: bool) -> Parameters:
+    def of_function(cls, function: ast.FunctionDef, *, bound: bool) -> Parameters:
         args = function.args
         names = [argument.arg for argument in (*args.posonlyargs, *args.args)]
         return cls(
-            tuple(names[1:] if bound and not _is(function, "staticmethod") else names),
+            tuple(names[1:] if bound and not _has_decorator(function, "staticmethod") else names),
             frozenset(argument.arg for argument in args.kwonlyargs),
             args.vararg is not None,
             args.kwarg is not None,
@@ -214,21 +218,22 @@ class Parameters:
         return None
 
 
-def _top(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """All statements of a body, with those inside ``if`` and ``try``."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try):
             handlers = [handler.body for handler in getattr(node, "handlers", ())]
             for branch in (node.body, node.orelse, *handlers, getattr(node, "finalbody", ())):
-                yield from _top(branch)
+                yield from _statements(branch)
 
 
 def _members(definition: Definition) -> Iterator[ast.stmt]:
     assert isinstance(definition.node, ast.ClassDef)
-    return _top(definition.node.body)
+    return _statements(definition.node.body)
 
 
-def _assigned(node: ast.AST) -> list[str]:
+def _assigned_names(node: ast.AST) -> list[str]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -241,7 +246,7 @@ def _assigned(node: ast.AST) -> list[str]:
     return []
 
 
-def _set_on(function: ast.FunctionDef, owner: str) -> Iterator[str]:
+def _attributes_set_on(owner: str, function: ast.FunctionDef) -> Iterator[str]:
     for node in ast.walk(function):
         if (
             isinstance(node, ast.Attribute)
@@ -252,7 +257,7 @@ def _set_on(function: ast.FunctionDef, owner: str) -> Iterator[str]:
             yield node.attr
 
 
-def _is(function: ast.FunctionDef | None, decorator: str) -> bool:
+def _has_decorator(function: ast.FunctionDef | None, decorator: str) -> bool:
     return function is not None and any(
         isinstance(d, ast.Name) and d.id == decorator for d in function.decorator_list
     )

@@ -130,7 +130,7 @@ def _missing_seams(config: HCacheConfig) -> str | None:
     if config.sglang == "tested":
         return f"{other}, and option 'sglang' is 'tested'"
     try:
-        found = contract.installed()
+        found = contract.check_installed()
     except Exception as error:
         return f"{other}, and its sources could not be read: {error!r}"
     if found.problems:

@@ -57,8 +57,8 @@ class PageIO:
         """Write ``pieces`` as the file ``fd``, padded to 4096 bytes; returns the bytes copied."""
         length = sum(piece.nbytes for piece in pieces)
         whole = round_up(length)
-        if (divided := _divided(pieces, 0, self.alignment)) is not None:
-            body, tail = divided
+        if (division := _divide(pieces, 0, self.alignment)) is not None:
+            body, tail = division
             end = self.scratch.end[: whole - length + len(tail)]
             end[: len(tail)], end[len(tail) :] = tail, bytes(whole - length)
             move_all(self._ops.write, fd, [*body, end] if end else body, 0, whole)
@@ -66,7 +66,7 @@ class PageIO:
         file, bounce = PageMemory([*pieces, _ZEROS[: whole - length]]), self.scratch.bounce
         for start in range(0, whole, len(bounce)):
             size = min(len(bounce), whole - start)
-            for piece, room in _beside(file.pieces(start, size), bounce):
+            for piece, room in _pair_pieces(file.pieces(start, size), bounce):
                 np.copyto(room, piece)
             move_all(self._ops.write, fd, [bounce[:size]], start, size)
         return length
@@ -74,8 +74,8 @@ class PageIO:
     def read(self, fd: int, offset: int, pieces: Sequence[memoryview]) -> int:
         """Fill ``pieces`` from ``offset`` of a long enough file on; returns the bytes copied."""
         length = sum(piece.nbytes for piece in pieces)
-        if (divided := _divided(pieces, offset, self.alignment)) is not None:
-            body, tail = divided
+        if (division := _divide(pieces, offset, self.alignment)) is not None:
+            body, tail = division
             # No further than the block in which a file may end: KvikIO reads nothing past it.
             cut = offset + length - len(tail)
             end = self.scratch.end[: round_up(cut + len(tail)) - cut if tail else 0]
@@ -88,15 +88,15 @@ class PageIO:
             size = min(length - done, len(bounce) - skipped)
             blocks = [bounce[: round_up(skipped + size)]]
             move_all(self._ops.read, fd, blocks, offset + done - skipped, skipped + size)
-            for piece, room in _beside(target.pieces(done, size), bounce[skipped:]):
+            for piece, room in _pair_pieces(target.pieces(done, size), bounce[skipped:]):
                 np.copyto(piece, room)
             done += size
         return length
 
 
 def move_all(move: _Move, fd: int, pieces: Sequence[memoryview], offset: int, least: int) -> None:
-    """Read or write (``move``) the first ``least`` bytes of ``pieces`` at least: there, a file may
-    end. It had its right length a moment ago, so that less is an OSError."""
+    """Read or write (``move``) at least the first ``least`` bytes of ``pieces``: a file may end
+    behind them. It had its right length a moment ago, so that less is an OSError."""
     while (done := move(fd, pieces, offset)) < least:
         if done <= 0:
             raise OSError(errno.EIO, "the file system moved too little, as of a cut file")
@@ -112,12 +112,13 @@ def find_alignment(ops: FileOps, dir_fd: int, name: str) -> Alignment:
         fd = ops.open(name, os.O_RDWR | os.O_CREAT | os.O_DIRECT, dir_fd)
         try:
             # Small demands first: every step asks for more than the one before.
-            for start, first in ((64, 512), (512, 512), (64, BLOCK), (512, BLOCK), (BLOCK, BLOCK)):
-                parts = [room[start:][:first], room[2 * BLOCK + start :][: BLOCK - first]]
+            demands = ((64, 512), (512, 512), (64, BLOCK), (512, BLOCK), (BLOCK, BLOCK))
+            for memory, length in demands:
+                parts = [room[memory:][:length], room[2 * BLOCK + memory :][: BLOCK - length]]
                 parts = [part for part in parts if part]
                 with _unless_refused():
                     if ops.write(fd, parts, 0) == BLOCK and ops.read(fd, parts, 0) == BLOCK:
-                        return Alignment(os.O_DIRECT, start, first)
+                        return Alignment(os.O_DIRECT, memory, length)
         finally:
             ops.close(fd)
             ops.unlink(name, dir_fd)
@@ -143,7 +144,7 @@ def _unless_refused() -> Iterator[None]:
             raise
 
 
-def _divided(
+def _divide(
     pieces: Sequence[memoryview], offset: int, alignment: Alignment
 ) -> tuple[Sequence[memoryview], memoryview] | None:
     """The part of the pieces that direct I/O takes as it lies, and the end of the last one, which
@@ -162,7 +163,7 @@ def _address(piece: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(piece))
 
 
-def _beside(
+def _pair_pieces(
     pieces: Sequence[memoryview], flat: memoryview
 ) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
     """Every piece, and its part of ``flat``: numpy copies without holding the interpreter lock."""

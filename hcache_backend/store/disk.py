@@ -15,7 +15,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import BLOCK, PageName, round_up
@@ -45,8 +45,10 @@ class OfflineError(OSError):
     """The folder is not there at the moment."""
 
 
-# Pages that threads write: their number, those that were written or failed, and the threads.
-Writing = tuple[int, list[PageWrite], list[Future[None]]]
+class Writing(NamedTuple):
+    shards: int  # that threads write
+    tried: list[PageWrite]  # those that were written or failed; threads add to it
+    threads: list[Future[None]]
 
 
 class Disk:
@@ -81,8 +83,8 @@ class Disk:
     def attach(self, *, create: bool) -> None:
         """Open the folder; an OSError if it cannot be used."""
         is_new = not os.path.exists(self.path / store_folder.MARKER)  # noqa: PTH110  raises nothing
-        most = store_folder.descriptors_of_each(len(self._config.dirs))
-        folder = Folder(self.path, self._ops, create=create, descriptors=most)
+        descriptors = store_folder.descriptors_of_each(len(self._config.dirs))
+        folder = Folder(self.path, self._ops, create=create, descriptors=descriptors)
         with self._state:
             self._folder, self._index_is_broken = folder, False
             self._errors_in_a_row, self._rest_until = [0, 0], [0.0, 0.0]
@@ -147,7 +149,9 @@ class Disk:
         self._closed = True
         self.detach()
 
-    def failed(self, what: str, error: Exception, *, writing: bool = False, pages: int = 0) -> None:
+    def note_failure(
+        self, what: str, error: Exception, *, writing: bool = False, pages: int = 0
+    ) -> None:
         """Count and log that the operation ``what`` failed, a read or a write of ``pages``."""
         if isinstance(error, OfflineError):
             self._stats.add(pages_dropped_offline=pages)
@@ -175,6 +179,7 @@ class Disk:
         self._problems.report(kind, f"{self.path} {message}")
 
     def _come_back(self) -> None:
+        """Open the folder again, if it is there and on the right disk."""
         try:
             # Where a disk is not mounted, the device is another one, perhaps that of /. A store
             # there is one that nobody meant; a store on any other disk may be used.
@@ -199,39 +204,39 @@ class Disk:
                 return
         folder.close()
 
-    def _ask(
+    def _try(
         self, work: _Work[_Result], otherwise: _Result, what: str = "use", *, writing: bool = False
     ) -> _Result:
-        """The result of ``work``; ``otherwise`` if the folder is away or fails."""
+        """The result of ``work`` with the folder; ``otherwise`` if that is away or fails."""
         try:
             with self.use(writing=writing) as folder:
                 return work(folder)
         except (OSError, sqlite3.Error) as error:
-            self.failed(what, error, writing=writing)
+            self.note_failure(what, error, writing=writing)
             return otherwise
 
     # ---- the index: see there; nothing is in it while the folder is away ----
 
     def coverage(self, namespace: bytes, keys: Sequence[bytes]) -> list[Eighths]:
-        return self._ask(lambda folder: folder.index.coverage(namespace, keys), [0] * len(keys))
+        return self._try(lambda folder: folder.index.coverage(namespace, keys), [0] * len(keys))
 
     def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[list[Entry]]:
         nothing: list[list[Entry]] = [[] for _ in keys]
-        return self._ask(lambda folder: folder.index.lookup(namespace, keys), nothing)
+        return self._try(lambda folder: folder.index.lookup(namespace, keys), nothing)
 
     def rank_range(self) -> tuple[int, int] | None:
-        return self._ask(lambda folder: folder.index.rank_range(), None)
+        return self._try(lambda folder: folder.index.rank_range(), None)
 
     def raise_ranks(self, ranks: Mapping[PageName, int]) -> None:
         def work(folder: Folder) -> None:
-            for some in folder.lock.batches(ranks.items()):
-                with folder.lock.held(_LOCK_SECONDS, batch=len(some)):
-                    folder.index.raise_ranks(dict(some))
+            for batch in folder.lock.batches(ranks.items()):
+                with folder.lock.hold(_LOCK_SECONDS, batch=len(batch)):
+                    folder.index.raise_ranks(dict(batch))
 
-        self._ask(work, None, writing=True)
+        self._try(work, None, writing=True)
 
     def holds_file(self, name: PageName) -> bool:
-        return self._ask(lambda folder: folder.has_file(name), False)
+        return self._try(lambda folder: folder.has_file(name), False)
 
     def start_reading(self, reads: Sequence[PageRead], deadline: float) -> list[Future[list[int]]]:
         """Have threads read page files by ``deadline``; their results are the numbers of the pages
@@ -242,25 +247,26 @@ class Disk:
         self, pool: Executor, work: Callable[[Iterator[_Item]], _Result], items: Sequence[_Item]
     ) -> list[Future[_Result]]:
         """Have all threads do ``work``: each takes the next item when it has done one."""
-        left = iter(items)
-        started: list[Future[_Result]] = []
+        remaining = iter(items)
+        threads: list[Future[_Result]] = []
         for _ in items[: self._config.io_threads]:
             try:
-                started.append(pool.submit(work, left))
+                threads.append(pool.submit(work, remaining))
             except RuntimeError:  # the store was closed: the work finds that out, and counts it
-                started.append(Future())
-                started[-1].set_result(work(left))
-        return started
+                threads.append(Future())
+                threads[-1].set_result(work(remaining))
+        return threads
 
     def _read_all(self, deadline: float, reads: Iterator[PageRead]) -> list[int]:
-        came: list[int] = []
+        """The work of a reading thread; see :meth:`start_reading`."""
+        arrived: list[int] = []
         payload = copied = 0
         with suppress(OfflineError), self.use() as folder:
             for read in reads:
                 if time.monotonic() > deadline or not self.is_online():
                     break
                 try:
-                    sizes = folder.read_page(read)
+                    size, copied_now = folder.read_page(read)
                 except FileNotFoundError:
                     self._discard(read.entry, None)
                 except DamagedFileError as error:
@@ -269,28 +275,29 @@ class Disk:
                 except ValueError as error:
                     self.note_problem("size", f"has a page of another size: {error}")
                 except OSError as error:
-                    self.failed("read", error)
+                    self.note_failure("read", error)
                 else:
                     self._errors_in_a_row[False] = 0
-                    came.append(read.number)
-                    payload, copied = payload + sizes[0], copied + sizes[1]
+                    arrived.append(read.number)
+                    payload, copied = payload + size, copied + copied_now
         self._stats.add(bytes_read=payload, bytes_copied=copied)
-        return came
+        return arrived
 
     def _discard(self, entry: Entry, damaged: os.stat_result | None) -> None:
-        """Take just this file of a page out, damaged or, without status of a file, missing."""
+        """Take just this file of a page out, if it still is the ``damaged`` one (the status that it
+        had), or still missing (None)."""
         name = entry.name
 
         def work(folder: Folder) -> None:
-            with folder.lock.held(_LOCK_SECONDS):
+            with folder.lock.hold(_LOCK_SECONDS):
                 [files] = folder.index.lookup(name.namespace, [name.key])
-                same = entry in [known._replace(rank=entry.rank) for known in files]
-                if same and (
+                is_same = entry in [known._replace(rank=entry.rank) for known in files]
+                if is_same and (
                     folder.delete_page(name, damaged) if damaged else not folder.has_file(name)
                 ):
                     folder.index.remove([name])
 
-        self._ask(work, None, writing=True)
+        self._try(work, None, writing=True)
 
     def start_writing(self, writes: Sequence[PageWrite], deadline: float) -> Writing:
         """Have threads write shards to nameless files, the first ones if there is no room for all;
@@ -298,39 +305,39 @@ class Disk:
         incoming = sum(write.entry.file_bytes for write in writes)
         below = min(write.entry.rank for write in writes)
         room = self.make_room(incoming, deadline - time.monotonic(), below)
-        writes = self._first_of(writes, room)
+        writes = self._first_that_fit(writes, room)
         tried: list[PageWrite] = []
         work = partial(self._write_all, deadline, tried)
-        return len(writes), tried, self._start(self.writers, work, writes)
+        return Writing(len(writes), tried, self._start(self.writers, work, writes))
 
     def finish_writing(self, writing: Writing, deadline: float) -> None:
         """Make pages of the files that were written by ``deadline``, and remove later ones."""
-        pages, tried, threads = writing
+        shards, tried, threads = writing
         wait(threads, max(deadline - time.monotonic(), 0.0))
         late = [thread for thread in threads if not (thread.done() or thread.cancel())]
-        taken = tried[:]
+        in_time = tried[:]
 
-        def remove(_: Future[None]) -> None:
-            for write in tried[len(taken) :]:
-                self._ask(partial(Folder.remove_nameless, place=write.place), None, writing=True)
+        def remove_later_ones(_: Future[None]) -> None:
+            for write in tried[len(in_time) :]:
+                self._try(partial(Folder.remove_nameless, file=write.file), None, writing=True)
 
         for thread in threads:
             if thread in late:
-                thread.add_done_callback(remove)
+                thread.add_done_callback(remove_later_ones)
             elif not thread.cancelled():
                 result_of(thread)
-        if ready := [write for write in taken if write.place is not None]:
+        if ready := [write for write in in_time if write.file is not None]:
             self._commit(ready, deadline)
-        if left := pages - len(taken):
+        if lost := shards - len(in_time):
             self.note_problem(
-                "late", f"is too slow; it has {left} pages less", pages_dropped_late=left
+                "late", f"is too slow; it has {lost} pages less", pages_dropped_late=lost
             )
 
     def flush(self) -> bool:
         """Bring everything to the disk; False if it refused."""
         self.dirty = False
         sync = self._ops.sync  # returns nothing
-        synced = self._ask(lambda folder: not sync(folder.root_fd), False, "sync", writing=True)
+        synced = self._try(lambda folder: not sync(folder.root_fd), False, "sync", writing=True)
         self._stats.add(syncs=synced)
         self.dirty = self.dirty or not synced
         return synced
@@ -338,6 +345,7 @@ class Disk:
     def _write_all(
         self, deadline: float, tried: list[PageWrite], writes: Iterator[PageWrite]
     ) -> None:
+        """The work of a writing thread; see :meth:`start_writing`."""
         try:
             with self.use(writing=True) as folder:
                 for write in writes:
@@ -347,7 +355,7 @@ class Disk:
                     tried.append(write)
         except OfflineError as error:
             dropped = list(writes)
-            self.failed("write", error, writing=True, pages=len(dropped))
+            self.note_failure("write", error, writing=True, pages=len(dropped))
             tried += dropped
 
     def _write(self, folder: Folder, write: PageWrite, deadline: float) -> None:
@@ -359,7 +367,7 @@ class Disk:
             self._with_room(folder, write.layout.file_bytes, work, deadline)
             self._in_vain = self._errors_in_a_row[True] = 0
         except OSError as error:
-            self.failed("write", error, writing=True, pages=1)
+            self.note_failure("write", error, writing=True, pages=1)
 
     def _with_room(
         self, folder: Folder, size: int, work: Callable[[], None], deadline: float
@@ -373,27 +381,27 @@ class Disk:
             except (OSError, sqlite3.Error) as error:
                 if tries_left and is_no_space(error):
                     try:
-                        if self._evict_shard(folder, size, evictions, deadline):
+                        if self._evict_after(folder, size, evictions, deadline):
                             continue
-                    except (OSError, sqlite3.Error) as why_not:
-                        self.failed("evict", why_not, writing=True)
+                    except (OSError, sqlite3.Error) as evict_error:
+                        self.note_failure("evict", evict_error, writing=True)
                 raise
 
-    def _commit(self, batch: Sequence[PageWrite], deadline: float) -> None:
-        """Make pages of the nameless files of a batch, or remove them and count why."""
+    def _commit(self, writes: Sequence[PageWrite], deadline: float) -> None:
+        """Make pages of nameless files, or remove them and count why."""
         try:
             with self.use(writing=True) as folder:
                 try:
-                    for some in folder.lock.batches(batch):
-                        self._enter(folder, some, deadline)
+                    for batch in folder.lock.batches(writes):
+                        self._enter(folder, batch, deadline)
                 finally:
                     self.dirty = True
-                    self._stats.add(bytes_copied=sum(write.copied for write in batch))
-                    for write in batch:
-                        folder.remove_nameless(write.place)
+                    self._stats.add(bytes_copied=sum(write.copied for write in writes))
+                    for write in writes:
+                        folder.remove_nameless(write.file)
         except (OSError, sqlite3.Error) as error:
-            lost = sum(not write.stored for write in batch)
-            self.failed("write", error, writing=True, pages=lost)
+            lost = sum(not write.stored for write in writes)
+            self.note_failure("write", error, writing=True, pages=lost)
 
     def _enter(self, folder: Folder, batch: Sequence[PageWrite], deadline: float) -> None:
         """Make room for a batch, and name what fits."""
@@ -402,7 +410,7 @@ class Disk:
 
         def work() -> None:
             for tries_left in (2, 1, 0):  # another process may take the room that was made
-                with folder.lock.held(deadline - time.monotonic(), batch=len(batch)):
+                with folder.lock.hold(deadline - time.monotonic(), batch=len(batch)):
                     # The files are on the disk already: only room in the quota is missing.
                     room = room_for(folder, self._config, size, on_disk=size)
                     if room.bound is None or not tries_left:
@@ -416,14 +424,14 @@ class Disk:
         """Enter and name the files that are no pages yet, and that fit; raises if any of them is
         none then. The folder's lock is held."""
         batch = [write for write in writes if not write.stored]
-        stored = folder.index.stored(write.entry.name for write in batch)
+        known = folder.index.known_names(write.entry.name for write in batch)
         for write in batch:  # another process may have been faster
-            write.stored = write.entry.name in stored and folder.has_file(write.entry.name)
+            write.stored = write.entry.name in known and folder.has_file(write.entry.name)
         fresh = [write for write in batch if not write.stored]
         self._stats.add(pages_already_stored=len(batch) - len(fresh))
         size = sum(write.entry.file_bytes for write in fresh)
         fits = room_for(folder, self._config, size, on_disk=size).fits
-        if not (batch := self._first_of(fresh, fits)):
+        if not (batch := self._first_that_fit(fresh, fits)):
             return
         folder.index.insert(write.entry for write in batch)
         failed: OSError | None = None
@@ -439,8 +447,8 @@ class Disk:
             folder.index.remove(write.entry.name for write in batch if not write.stored)
             raise failed
 
-    def _first_of(self, writes: Sequence[PageWrite], room: int) -> list[PageWrite]:
-        """Those that fit, from the first one on: without it, nobody finds the others."""
+    def _first_that_fit(self, writes: Sequence[PageWrite], room: int) -> list[PageWrite]:
+        """The first ones that fit into ``room`` bytes: without these, nobody finds later ones."""
         for number, write in enumerate(writes):
             room -= write.entry.file_bytes
             if room < 0:
@@ -450,7 +458,7 @@ class Disk:
 
     def pressure(self) -> tuple[int, int]:
         """Grows with the worth of the pages that a further one would drive out."""
-        return self._ask(lambda folder: pressure(folder, self._config), (0, 0))
+        return self._try(lambda folder: pressure(folder, self._config), (0, 0))
 
     def make_room(self, incoming: int, seconds: float, below: int = LAST_RANK) -> int:
         """Evict what is needed for ``incoming`` bytes, of ranks lower than ``below``. Returns how
@@ -460,45 +468,45 @@ class Disk:
             return self._evict_for(folder, incoming, seconds, below).fits
 
         # An error comes again, and counts, when pages are written.
-        return self._ask(work, incoming, writing=True)
+        return self._try(work, incoming, writing=True)
 
-    def tell_room(self) -> None:
-        """Pass on how full the folder is, if it is there."""
+    def report_room(self) -> None:
+        """Pass on how full the folder is, if it is there, to :class:`StoreStats`."""
         with suppress(OSError, sqlite3.Error), self.use() as folder:
-            held, free = folder.index.totals().bytes, folder.ops.free_bytes(folder.root_fd)
-            found = {"pages": held, "quota": self._config.quota_bytes or 0, "free": free}
-            self._stats.on_room(str(self.path), found)
+            stored, free = folder.index.totals().bytes, folder.ops.free_bytes(folder.root_fd)
+            room = {"pages": stored, "quota": self._config.quota_bytes or 0, "free": free}
+            self._stats.on_room(str(self.path), room)
 
     def check_room(self, page_bytes: int) -> None:
         """Say in the log if the folder could hold no page of this size, were it empty."""
         size, config = BLOCK + round_up(page_bytes), self._config
-        bound = self._ask(lambda folder: room_for(folder, config, size, empty=True).bound, None)
+        bound = self._try(lambda folder: room_for(folder, config, size, empty=True).bound, None)
         if bound is not None:
             logger.warning("hcache: %s can hold no page: %s", self.path, bound)
 
     def drop(self, namespace: bytes, writer: bytes | None = None) -> int:
-        """Delete the pages of a namespace (b"": of all), of any writer or one; returns how many."""
+        """Delete the files of a namespace (b"": of all), of any writer or one; returns how many."""
 
         def work(folder: Folder) -> int:
             entries = folder.index.entries(namespace)
             doomed = (entry.name for entry in entries if writer in (None, entry.writer))
             dropped = 0
-            for some in folder.lock.batches(doomed):
-                with folder.lock.held(_LOCK_SECONDS, batch=len(some)):
-                    gone = [name for name in some if self._delete(folder, name)]
+            for batch in folder.lock.batches(doomed):
+                with folder.lock.hold(_LOCK_SECONDS, batch=len(batch)):
+                    gone = [name for name in batch if self._delete(folder, name)]
                     folder.index.remove(gone)
                 dropped += len(gone)
                 self.dirty = True
             return dropped
 
-        dropped = self._ask(work, 0, writing=True)
+        dropped = self._try(work, 0, writing=True)
         if self.dirty:
             self.flush()  # or a power cut would bring back what was condemned
         return dropped
 
-    def _evict_shard(self, folder: Folder, wanted: int, evictions: int, deadline: float) -> bool:
-        """Evict the room that the disk refused after so many ``evictions``, unless another thread
-        has. False: that is no help."""
+    def _evict_after(self, folder: Folder, wanted: int, evictions: int, deadline: float) -> bool:
+        """Evict the ``wanted`` bytes that the disk refused after so many ``evictions``, unless
+        another thread has evicted since. False: evictions are no help."""
         with self._evicting:
             if self._evictions == evictions:
                 if self._in_vain >= _EVICTIONS_IN_VAIN:
@@ -513,14 +521,14 @@ class Disk:
     def _evict_for(
         self, folder: Folder, incoming: int, seconds: float, below: int, on_disk: int = 0
     ) -> Room:
-        """Make room for ``incoming`` bytes, if there is too little."""
+        """Evict if there is too little room for ``incoming`` bytes; returns the room then."""
         room = room_for(folder, self._config, incoming, on_disk)
-        if room.excess and (not room.of_disk or self._in_vain < _EVICTIONS_IN_VAIN):
+        if room.excess and (not room.disk_is_full or self._in_vain < _EVICTIONS_IN_VAIN):
             self._recency.save()
             evicted = evict(folder, room.excess, below, seconds, self._stats, self._problems)
             room = room_for(folder, self._config, incoming, on_disk)
             # Others may take the space, or the file system keep it for root.
-            if evicted and room.of_disk and not room.fits:
+            if evicted and room.disk_is_full and not room.fits:
                 self._in_vain += 1
         if room.bound is not None:
             self.note_problem("full", f"is full: {room.bound}; new pages are not stored")
@@ -530,7 +538,7 @@ class Disk:
         try:
             folder.delete_page(name)
         except OSError as error:
-            self.failed("evict", error, writing=True)
+            self.note_failure("evict", error, writing=True)
             return False
         return True
 

@@ -76,7 +76,7 @@ class Recency:
         if alone and keys:
             first, now = len(prefix), self._now()
             self._note(namespace, [*prefix, *keys], first, now)
-            return [now - place for place in range(first, first + len(keys))]
+            return [now - number for number in range(first, first + len(keys))]
         with self._saving:
             young, now = self._young(), self._now()
             epoch, start, used = now, 0, 0
@@ -86,14 +86,14 @@ class Recency:
                     epoch, start = min(epoch, *last), len(prefix)
             ranks = []
             sequence = [*prefix[start:], *keys]
-            for place, found in enumerate(self._epochs(namespace, sequence, start), start):
-                if found and min(found) >= young:
-                    epoch = min(epoch, *found)
-                elif found:
-                    used = place + 1
-                if place >= len(prefix):
-                    ranks.append(epoch - place)
-            if used:
+            for number, epochs in enumerate(self._epochs(namespace, sequence, start), start):
+                if epochs and min(epochs) >= young:
+                    epoch = min(epoch, *epochs)
+                elif epochs:
+                    used = number + 1
+                if number >= len(prefix):
+                    ranks.append(epoch - number)
+            if used:  # pages that are there, and were last used long ago
                 self._note(namespace, [*prefix, *keys][:used], 0, now)
             return ranks
 
@@ -105,7 +105,7 @@ class Recency:
             young = self._young()
             changes: _Changes = [{} for _ in self._disks]
             for use in uses.values():
-                self._apply(use, young, changes)
+                self._raise_ranks(use, young, changes)
             for disk, change in zip(self._disks, changes, strict=True):
                 if change:
                     disk.raise_ranks(change)
@@ -116,45 +116,45 @@ class Recency:
                 self._pending[namespace, keys[-1]] = namespace, keys, first, epoch
                 self._pending_keys += len(keys)
 
-    def _apply(self, use: _Use, young: int, changes: _Changes) -> None:
-        """Note in ``changes`` the higher ranks after a use."""
-        namespace, used, first, epoch = use
-        [last] = self._epochs(namespace, used[-1:], len(used) - 1)
+    def _raise_ranks(self, use: _Use, young: int, changes: _Changes) -> None:
+        """Enter in ``changes`` the higher ranks after a use; none if its last page is ``young``."""
+        namespace, sequence, first, epoch = use
+        [last] = self._epochs(namespace, sequence[-1:], len(sequence) - 1)
         if len(last) == 1 and min(last) >= young:
             return
-        keys = list(used)[first:]
-        files = [disk.lookup(namespace, keys) for disk in self._disks]
-        for place in range(first, first + len(keys)):
-            found = zip(changes, (listed[place - first] for listed in files), strict=True)
-            entries = [(change, entry) for change, some in found for entry in some]
-            epochs = {entry.rank + place for _, entry in entries}
+        used = list(sequence)[first:]
+        by_disk = [disk.lookup(namespace, used) for disk in self._disks]
+        for number, page in enumerate(zip(*by_disk, strict=True), first):
+            files = zip(changes, page, strict=True)
+            entries = [(change, entry) for change, listed in files for entry in listed]
+            epochs = {entry.rank + number for _, entry in entries}
             if len(epochs) == 1 and min(epochs) >= young:
                 epoch = min(epoch, *epochs)
                 continue
             newest = max(epochs, default=0)  # the shards of a page are of use together only
             for change, entry in entries:
-                rank = max(max(epoch, newest) - place, change.get(entry.name, 0))
+                rank = max(max(epoch, newest) - number, change.get(entry.name, 0))
                 if rank > entry.rank:
                     change[entry.name] = rank
 
     def _epochs(self, namespace: bytes, keys: Keys, first: int) -> list[set[int]]:
         """The epochs of the files of consecutive pages from page ``first`` on."""
-        found: list[set[int]] = [set() for _ in keys]
+        epochs: list[set[int]] = [set() for _ in keys]
         for disk in self._disks:
             for i, entries in enumerate(disk.lookup(namespace, keys)):
-                found[i].update(entry.rank + first + i for entry in entries)
-        return found
+                epochs[i].update(entry.rank + first + i for entry in entries)
+        return epochs
 
     def _now(self) -> int:
         return time.monotonic_ns() + self._ahead
 
     def _follow(self, epoch: int) -> None:
-        """The store's time is at least ``epoch``."""
+        """Let the store's time be at least ``epoch`` from now on."""
         with self._lock:
             self._ahead = max(self._ahead, epoch - time.monotonic_ns())
 
     def _young(self) -> int:
-        """The first epoch that is young."""
+        """The first epoch that is young. The store's time follows the ranks in all folders."""
         ranges = [ranks for disk in self._disks if (ranks := disk.rank_range()) is not None]
         # Another process may be ahead.
         self._follow(max((last for _, last in ranges), default=0) + _MOST_PAGES)
@@ -173,7 +173,7 @@ class Room(NamedTuple):
     fits: int  # bytes of it that may come now
     excess: int  # bytes that must go before all of it may
     bound: str | None  # that all of it would break
-    of_disk: bool  # it would break the bound of the disk
+    disk_is_full: bool  # it would break the bound of the disk
 
 
 def room_for(
@@ -181,8 +181,8 @@ def room_for(
 ) -> Room:
     """The room for ``incoming`` bytes, of which ``on_disk`` are written already. ``empty``: as if
     the folder held no pages."""
-    there = folder.index.totals().bytes
-    used = 0 if empty else there
+    stored = folder.index.totals().bytes
+    used = 0 if empty else stored
     quota, reserve = config.quota_bytes, config.min_free_bytes
     fits, excess, bound = incoming, 0, None
     if quota is not None and used + incoming > quota:
@@ -191,25 +191,26 @@ def room_for(
             f"option 'quota_bytes' allows {quota:,} bytes of page files, and with "
             f"{incoming:,} more there would be {used + incoming:,}"
         )
-    left = folder.ops.free_bytes(folder.root_fd) + there - used - (incoming - on_disk)
-    if left < reserve:
-        fits = min(fits, incoming - (reserve - left))
-        excess = max(excess, reserve - left + margin(used))
+    # What is free when all of it is there; without pages if they count as gone.
+    free_after = folder.ops.free_bytes(folder.root_fd) + stored - used - (incoming - on_disk)
+    if free_after < reserve:
+        fits = min(fits, incoming - (reserve - free_after))
+        excess = max(excess, reserve - free_after + margin(used))
         bound = bound or (
             f"option 'min_free_bytes' keeps {reserve:,} bytes of its file system free, and with "
-            f"{incoming:,} more {max(left, 0):,} would be"
+            f"{incoming:,} more {max(free_after, 0):,} would be"
         )
-    return Room(max(fits, 0), excess, bound, left < reserve)
+    return Room(max(fits, 0), excess, bound, free_after < reserve)
 
 
 def pressure(folder: Folder, config: HCacheConfig) -> tuple[int, int]:
     """The rank of the page that goes next, 0 if there is room; and the bytes of all pages. Folders
     that get pages in this order lose the pages of the lowest ranks of all of them."""
     totals = folder.index.totals()
-    page = totals.bytes // max(totals.pages, 1)
+    file_bytes = totals.bytes // max(totals.files, 1)  # of a further one, about
     quota = config.quota_bytes
-    free = folder.ops.free_bytes(folder.root_fd) - margin(totals.bytes) - page
-    full = quota is not None and totals.bytes + page > LOW_WATER * quota
+    free = folder.ops.free_bytes(folder.root_fd) - margin(totals.bytes) - file_bytes
+    full = quota is not None and totals.bytes + file_bytes > LOW_WATER * quota
     ranks = folder.index.rank_range() if full or free < config.min_free_bytes else None
     return ranks[0] if ranks else 0, totals.bytes
 
@@ -218,19 +219,19 @@ def evict(
     folder: Folder, wanted: int, below: int, seconds: float, stats: StoreStats, problems: ProblemLog
 ) -> bool:
     """Delete the pages of the lowest ranks, lower than ``below``, until ``wanted`` bytes are free;
-    False if none was. The lock is held for a slice at a time, so that other servers do not wait for
-    all of it; what they evict meanwhile counts. A file that cannot be deleted stays a page, and
-    counts as used last. Files go before entries: a crash in between leaves entries without file,
-    which the next read removes."""
+    False if no byte was freed. The lock is held for a slice at a time, so that other servers do not
+    wait for all of it; what they evict meanwhile counts. A file that cannot be deleted stays a
+    page, and counts as used last. Files go before entries: a crash in between leaves entries
+    without file, which the next read removes."""
     deadline = time.monotonic() + seconds
     target = folder.index.totals().bytes - wanted
     freed = 0
     last: Entry | None = None
     stuck: list[PageName] = []
     while freed < wanted and folder.index.totals().bytes > target:
-        number = folder.lock.batch
-        with folder.lock.held(deadline - time.monotonic(), batch=number):
-            oldest = folder.index.oldest(number, after=last)
+        count = folder.lock.batch
+        with folder.lock.hold(deadline - time.monotonic(), batch=count):
+            oldest = folder.index.oldest(count, after=last)
             batch = [entry for entry in oldest if entry.rank < below]
             gone = []
             for last in batch:
@@ -251,6 +252,6 @@ def evict(
             break
     if stuck:
         ranks = folder.index.rank_range()
-        with folder.lock.held(deadline - time.monotonic()):
+        with folder.lock.hold(deadline - time.monotonic()):
             folder.index.raise_ranks(dict.fromkeys(stuck, ranks[1] + 1 if ranks else 0))
     return freed > 0

@@ -148,32 +148,32 @@ class FolderLock:
 
     def batches(self, items: Iterable[_Item]) -> Iterator[list[_Item]]:
         """Batches of pages to change, each while the lock is held once."""
-        left = iter(items)
-        while some := list(islice(left, self.batch)):
-            yield some
+        remaining = iter(items)
+        while batch := list(islice(remaining, self.batch)):
+            yield batch
 
     @contextmanager
-    def held(self, seconds: float, *, batch: int = 0) -> Iterator[None]:
-        """Hold the lock; a LockedError if it was not free within ``seconds``. Meanwhile a ``batch``
-        of so many pages is changed."""
+    def hold(self, seconds: float, *, batch: int = 0) -> Iterator[None]:
+        """Hold the lock; a LockedError if it was not free within ``seconds``. ``batch``: the number
+        of pages that are changed meanwhile; the time that it takes decides the next one's."""
         if self._fd is None:
             yield
             return
-        late = LockedError(errno.ETIMEDOUT, "another user of the folder keeps its lock")
+        too_late = LockedError(errno.ETIMEDOUT, "another user of the folder keeps its lock")
         deadline = time.monotonic() + seconds
         if batch and (pause := self._pause_until - time.monotonic()) > 0:
             time.sleep(pause)
-        with ExitStack() as held:
+        with ExitStack() as stack:
             if not self._thread_lock.acquire(timeout=max(seconds, 0)):
-                raise late
-            held.callback(self._thread_lock.release)
+                raise too_late
+            stack.callback(self._thread_lock.release)
             wait = _SHORTEST_WAIT
             while not try_lock(self._fd):
                 if time.monotonic() + wait > deadline:
-                    raise late
+                    raise too_late
                 time.sleep(wait)
                 wait = min(wait * 1.5, _LONGEST_WAIT)
-            held.callback(fcntl.flock, self._fd, fcntl.LOCK_UN)
+            stack.callback(fcntl.flock, self._fd, fcntl.LOCK_UN)
             began = time.monotonic()
             yield
             took = time.monotonic() - began

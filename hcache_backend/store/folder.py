@@ -76,6 +76,11 @@ class NotOurFolderError(OSError):
     """The folder has files that are not a page store's; nothing in it was touched."""
 
 
+class SessionFile(NamedTuple):
+    dir_fd: int  # of its lane: it has no name among the pages yet
+    name: str
+
+
 class PageRead(NamedTuple):
     """A file of page ``number`` of the caller's lists, and the ``part`` that it fills of the memory
     of the same or another shard."""
@@ -94,7 +99,7 @@ class PageWrite:
     entry: Entry
     memory: PageMemory
     layout: page_file.FileLayout
-    place: tuple[int, str] | None = None  # open folder and name of a file that has no name yet
+    file: SessionFile | None = None  # from when it is written until it is a page
     copied: int = 0  # bytes that went through aligned memory
     stored: bool = False  # it is a page now
 
@@ -107,7 +112,7 @@ class Subfolders:
         self._ops, self._parent_fd, self._most = ops, parent_fd, most
         self._known: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._kept = stack.enter_context(ExitStack())
+        self._stack = stack.enter_context(ExitStack())
 
     @contextmanager
     def opened(self, name: str, *, make: bool = False) -> Iterator[int]:
@@ -119,15 +124,15 @@ class Subfolders:
         with ExitStack() as stack:
             yield self._open(name, fd, make, stack)
 
-    def kept(self, name: str) -> int:
+    def keep_open(self, name: str) -> int:
         """The folder ``name``, made if it is missing; it stays open."""
-        return self._known.get(name) or self._open(name, None, True, self._kept)
+        return self._known.get(name) or self._open(name, None, True, self._stack)
 
-    def _open(self, name: str, known: int | None, make: bool, stack: ExitStack) -> int:
-        """Open it anew, instead of a ``known`` one, to be kept or closed with ``stack``."""
+    def _open(self, name: str, stale: int | None, make: bool, stack: ExitStack) -> int:
+        """Open it anew, instead of a ``stale`` one, to be kept or closed with ``stack``."""
         with self._lock:
-            if (meanwhile := self._known.get(name)) is not None and meanwhile != known:
-                return meanwhile
+            if (known := self._known.get(name)) is not None and known != stale:
+                return known  # another thread was faster
             try:
                 fd = self._ops.open(name, FOLDER, self._parent_fd)
             except FileNotFoundError:
@@ -135,9 +140,9 @@ class Subfolders:
                     raise
                 self._ops.make_folder(name, self._parent_fd)
                 fd = self._ops.open(name, FOLDER, self._parent_fd)
-            if known is None and len(self._known) >= self._most:
+            if stale is None and len(self._known) >= self._most:
                 return kept_open(fd, stack)
-            self._known[name] = kept_open(fd, self._kept)
+            self._known[name] = kept_open(fd, self._stack)
             return fd
 
 
@@ -151,7 +156,7 @@ class Session:
 
     def __init__(self, ops: FileOps, root_fd: int, lanes: int, stack: ExitStack) -> None:
         self.token = secrets.token_hex(8)
-        self._ops, self._root_fd, self._number = ops, root_fd, lanes
+        self._ops, self._root_fd, self._lane_count = ops, root_fd, lanes
         self._files = count()
         with opened(ops, _SESSIONS, FOLDER, root_fd) as sessions_fd:
             ops.make_folder(self.token, sessions_fd)
@@ -163,10 +168,11 @@ class Session:
         self._lanes = Subfolders(ops, self.fd, lanes, stack)
         stack.callback(self._remove)
 
-    def new_file(self) -> tuple[int, str]:
-        """The open folder of a further file, and its name there."""
+    def new_file(self) -> SessionFile:
+        """A further file, which is to be made."""
         number = next(self._files)
-        return self._lanes.kept(f"{_LANE}{number % self._number}"), str(number)
+        dir_fd = self._lanes.keep_open(f"{_LANE}{number % self._lane_count}")
+        return SessionFile(dir_fd, str(number))
 
     def _remove(self) -> None:
         """Remove unfinished files; the next opening removes the rest."""
@@ -200,7 +206,7 @@ class Folder:
     ) -> None:
         self.path, self.ops, self.users = path, ops, 1
         if create:
-            if (problem := why_not(path, ops)) is not None:
+            if (problem := problem_with(path, ops)) is not None:
                 raise problem
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -208,10 +214,10 @@ class Folder:
                 self.root_fd = kept_open(os.open(path, FOLDER), stack)
                 _check_marker(path, ops, self.root_fd, create)
                 self._open_parts(stack, readonly, descriptors)
-                both = path / _INDEX, path / _INDEX / INDEX_FILE
-                self._index_inodes = [file.stat().st_ino for file in both]
-                stated = self.index.meta("complete"), self.index.meta("boot")
-                self.index_is_partial = stated != (INDEX_FORMAT, _boot_id())
+                index_paths = path / _INDEX, path / _INDEX / INDEX_FILE
+                self._index_inodes = [file.stat().st_ino for file in index_paths]
+                recorded = self.index.meta("complete"), self.index.meta("boot")
+                self.index_is_partial = recorded != (INDEX_FORMAT, _boot_id())
                 files = map(self.files_in, self.bucket_names())
                 if self.index_is_partial and not readonly and not any(files):
                     self.mark_index_complete()
@@ -228,7 +234,7 @@ class Folder:
         if not readonly:
             lock_fd = kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, root_fd), stack)
             self.lock = FolderLock(lock_fd)
-        with self.lock.held(_OPEN_SECONDS):
+        with self.lock.hold(_OPEN_SECONDS):
             if not readonly:
                 for name in _INSIDE:
                     _ensure_folder(ops, name, root_fd)
@@ -263,6 +269,7 @@ class Folder:
                 self.index.remove(entry.name for entry in oldest)
 
     def _open_index(self, readonly: bool) -> Index:
+        """Open the index; a damaged one is replaced by a new one, unless ``readonly``."""
         tries_left = 2  # a damaged index, and then no room for another
         while True:
             try:
@@ -299,13 +306,13 @@ class Folder:
             return isinstance(error, FileNotFoundError)
 
     def mark_index_complete(self) -> None:
-        with self.lock.held(_OPEN_SECONDS):
+        with self.lock.hold(_OPEN_SECONDS):
             self.index.set_meta(complete=INDEX_FORMAT, boot=_boot_id())
         self.index_is_partial = False
 
     def set_index_aside(self) -> None:
         """Take a broken index away; the next opening makes a new one from the page files."""
-        with self.lock.held(_OPEN_SECONDS):
+        with self.lock.hold(_OPEN_SECONDS):
             if self.is_in_place():  # otherwise another process was faster
                 _set_aside(self.ops, self.root_fd)
 
@@ -323,30 +330,29 @@ class Folder:
         header = self.io.scratch.header(layout.header_bytes)
         digests = memory.digests or memory.digests_of(layout.units)
         page_file.pack_header(header, write.entry.name, write.entry.writer, layout, digests)
-        place = dir_fd, file = self.session.new_file()
+        file = self.session.new_file()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self.io.alignment.flags
         try:
-            with opened(self.ops, file, flags, dir_fd) as fd:
+            with opened(self.ops, file.name, flags, file.dir_fd) as fd:
                 write.copied = self.io.write(fd, [header, *memory.parts])
         except OSError:
-            self.remove_nameless(place)
+            self.remove_nameless(file)
             raise
-        write.place = place
+        write.file = file
 
     def give_name(self, write: PageWrite) -> None:
-        """Make a page file of a file of the session."""
-        assert write.place is not None
-        source_fd, source = write.place
+        """Make a page file of a written file of the session."""
+        assert write.file is not None
         name = write.entry.name
         with self.buckets.opened(name.bucket, make=True) as bucket_fd:
-            self.ops.rename(source, source_fd, name.file, bucket_fd)
-        write.place, write.stored = None, True
+            self.ops.rename(write.file.name, write.file.dir_fd, name.file, bucket_fd)
+        write.file, write.stored = None, True
 
-    def remove_nameless(self, place: tuple[int, str] | None) -> None:
-        """Remove a file of the session, if there is one; otherwise the next opening removes it."""
-        if place is not None:
+    def remove_nameless(self, file: SessionFile | None) -> None:
+        """Remove a file of the session, if there is one; if it stays, the next opening does it."""
+        if file is not None:
             with suppress(OSError):
-                self.ops.unlink(place[1], place[0])
+                self.ops.unlink(file.name, file.dir_fd)
 
     def has_file(self, name: PageName) -> bool:
         """Whether a page file is really there."""
@@ -357,12 +363,12 @@ class Folder:
             return False
 
     def delete_page(self, name: PageName, only: os.stat_result | None = None) -> bool:
-        """Delete a page file, if it still is that with status ``only``; the lock is held. Its entry
-        in the index is the caller's. Returns whether there is no file now."""
+        """Delete a page file, or ``only`` the one with that status; the lock is held. Its entry in
+        the index is the caller's. Returns False if another file has the name."""
         with suppress(FileNotFoundError), self.buckets.opened(name.bucket) as bucket_fd:
             if only is not None:
-                there = self.ops.stat(name.file, bucket_fd)
-                if not os.path.samestat(there, only) or there.st_mtime_ns != only.st_mtime_ns:
+                now = self.ops.stat(name.file, bucket_fd)
+                if not os.path.samestat(now, only) or now.st_mtime_ns != only.st_mtime_ns:
                     return False
             try:
                 self.ops.unlink(name.file, bucket_fd)
@@ -372,16 +378,16 @@ class Folder:
         return True
 
     def read_page(self, read: PageRead) -> tuple[int, int]:
-        """Read and verify a part of a page. Returns its bytes, and those through aligned memory.
-        Raises a DamagedFileError if the file is not as the index or its own checksums say, and a
-        ValueError if the memory has another length."""
+        """Read a part of a page into its memory, and verify it. Returns its bytes, and how many of
+        them went through aligned memory. Raises a DamagedFileError if the file is not as the index
+        or its own checksums say, and a ValueError if the memory has another length."""
         _, entry, part, memory = read
         shard = entry.name.shard
         with self._opened(entry.name) as fd:
             try:
                 _check_size(fd, entry.file_bytes)
                 if shard == memory.shard and part == shard.eighths:
-                    return _read_all(self.io, fd, entry, memory)
+                    return _read_whole(self.io, fd, entry, memory)
                 return _read_units(self.io, fd, entry, memory, part)
             except page_file.DamagedFileError as error:
                 error.status = os.fstat(fd)
@@ -396,13 +402,13 @@ class Folder:
                 raise page_file.DamagedFileError("its name is not the one in its header")
             layout = header.layout
             _check_size(fd, layout.file_bytes)
-            sizes = layout.header_bytes, layout.payload_bytes
             # Whoever set another time, before 1970 or ahead: it was not used later than now.
             used = min(max(os.fstat(fd).st_mtime_ns, 0), time.time_ns())
-            return Entry(name, *sizes, header.writer, used)
+            return Entry(name, layout.header_bytes, layout.payload_bytes, header.writer, used)
 
     @contextmanager
     def _opened(self, name: PageName) -> Iterator[int]:
+        """The open file of a page; a DamagedFileError if it is no regular file."""
         flags = os.O_RDONLY | self.io.alignment.flags
         with self.buckets.opened(name.bucket) as bucket_fd, ExitStack() as stack:
             try:
@@ -439,7 +445,7 @@ def _read_header(io: PageIO, fd: int) -> page_file.Header:
     return page_file.parse_header(header)
 
 
-def _read_all(io: PageIO, fd: int, entry: Entry, memory: PageMemory) -> tuple[int, int]:
+def _read_whole(io: PageIO, fd: int, entry: Entry, memory: PageMemory) -> tuple[int, int]:
     """Read a file that has exactly the memory's shard, in one go."""
     _check_memory(entry.payload_bytes, memory)
     data = io.scratch.header(entry.header_bytes)
@@ -453,18 +459,18 @@ def _read_all(io: PageIO, fd: int, entry: Entry, memory: PageMemory) -> tuple[in
 def _read_units(
     io: PageIO, fd: int, entry: Entry, memory: PageMemory, part: Eighths
 ) -> tuple[int, int]:
-    """Read the units of ``part`` to their places in the memory."""
+    """Read the units of ``part`` to their places in the memory, which may be another shard's."""
     header = _read_header(io, fd)
     _check_names(header, entry)
     table = header.layout.table
     _check_memory(page_file.file_layout(table, memory.shard).payload_bytes, memory)
     copied = 0
-    read, runs = page_file.runs_between(table, header.name.shard, memory.shard, part)
+    length, runs = page_file.runs_between(table, header.name.shard, memory.shard, part)
     for offset, stretches, numbers, units in runs:
         pieces = [piece for stretch in stretches for piece in memory.pieces(*stretch)]
         copied += io.read(fd, offset, pieces)
         _verify(memory, units, tuple(header.digests[number] for number in numbers))
-    return read, copied
+    return length, copied
 
 
 def _check_names(header: page_file.Header, entry: Entry) -> None:
@@ -479,10 +485,10 @@ def _check_memory(payload_bytes: int, memory: PageMemory) -> None:
 
 
 def _verify(memory: PageMemory, units: Sequence[Unit], digests: tuple[int, ...]) -> None:
-    found = memory.digests_of(units)
-    if found != digests:
-        pairs = zip(units, found, digests, strict=True)
-        wrong = next(unit for unit, here, there in pairs if here != there)
+    actual = memory.digests_of(units)
+    if actual != digests:
+        triples = zip(units, actual, digests, strict=True)
+        wrong = next(unit for unit, digest, expected in triples if digest != expected)
         raise page_file.DamagedFileError(f"checksum of segment {wrong.segment}")
 
 
@@ -499,26 +505,26 @@ def is_store_folder(path: Path) -> bool:
     return (path / MARKER).is_file() and not (path / MARKER).is_symlink()
 
 
-def why_not(path: Path, ops: FileOps) -> OSError | None:
+def problem_with(path: Path, ops: FileOps) -> OSError | None:
     """Why no store can be opened in ``path`` now; None if one can. Changes nothing."""
     try:
         if path.is_symlink() and not path.exists():
             raise FileNotFoundError(errno.ENOENT, "it is a link to nothing", str(path))
-        place = existing_part(path)
-        if not place.is_dir():
+        existing = existing_part(path)
+        if not existing.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-        if (kind := file_system_of(place)) in _NETWORK_FILE_SYSTEMS:
+        if (kind := file_system_of(existing)) in _NETWORK_FILE_SYSTEMS:
             problem = f"its file system is {kind}; the index needs a local one"
             raise OSError(errno.ENOTSUP, problem, str(path))
         with ExitStack() as stack:
-            if place == path:
+            if existing == path:
                 _has_marker(path, ops, kept_open(os.open(path, FOLDER), stack))
-        used = (_LOCK, _INDEX, f"{_INDEX}/{INDEX_FILE}", _PAGES, _SESSIONS)
-        for each in (place, *filter(Path.exists, map(path.joinpath, used))):
-            if not os.access(each, os.W_OK | os.R_OK | (os.X_OK if each.is_dir() else 0)):
-                frozen = os.statvfs(each).f_flag & os.ST_RDONLY
+        parts = (_LOCK, _INDEX, f"{_INDEX}/{INDEX_FILE}", _PAGES, _SESSIONS)
+        for part in (existing, *filter(Path.exists, map(path.joinpath, parts))):
+            if not os.access(part, os.W_OK | os.R_OK | (os.X_OK if part.is_dir() else 0)):
+                frozen = os.statvfs(part).f_flag & os.ST_RDONLY
                 code = errno.EROFS if frozen else errno.EACCES
-                raise OSError(code, os.strerror(code), str(each))
+                raise OSError(code, os.strerror(code), str(part))
     except OSError as error:
         return error
     return None
@@ -538,13 +544,13 @@ def device_of_root() -> int:
 def file_system_of(place: Path) -> str:
     """The kind of file system that a folder is on, such as ``ext4``; ``unknown`` without /proc."""
     mounts = _MOUNTS.read_bytes() if _MOUNTS.exists() else b""
-    best, kind = 0, "unknown"
+    longest, kind = 0, "unknown"
     for line in mounts.splitlines():
-        _, name, found, *_ = line.split(b" ")
+        _, name, kind_here, *_ = line.split(b" ")
         # The kernel writes a blank, a tab, a line's end and a backslash as three octal digits.
-        where = re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), name)
-        if len(where) >= best and place.resolve().is_relative_to(os.fsdecode(where)):
-            best, kind = len(where), found.decode()
+        point = re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), name)
+        if len(point) >= longest and place.resolve().is_relative_to(os.fsdecode(point)):
+            longest, kind = len(point), kind_here.decode()
     return kind
 
 
@@ -555,9 +561,9 @@ def _has_marker(path: Path, ops: FileOps, root_fd: int) -> bool:
         with opened(ops, MARKER, os.O_RDONLY, root_fd) as fd:
             text = os.pread(fd, 4096, 0)
         with suppress(ValueError, KeyError, TypeError, RecursionError):
-            if (found := json.loads(text)["format"]) == FOLDER_FORMAT:
+            if (version := json.loads(text)["format"]) == FOLDER_FORMAT:
                 return True
-            reason = f"it has format {found}, this is format {FOLDER_FORMAT}"
+            reason = f"it has format {version}, this is format {FOLDER_FORMAT}"
             raise NotOurFolderError(errno.EINVAL, reason, str(path))
     # A marker that a power cut tore, a first opening that was interrupted, or what is left of a
     # store that somebody deletes, is no reason to refuse. Anything that neither a store nor an

@@ -7,7 +7,7 @@ be rebuilt from the page files at any time: what no store writes raises a Damage
 
 - ``pages``: namespace + key -> one record of 32 bytes for every shard in this folder.
 - ``recency``: last use (8 bytes, big-endian) + namespace + key + shard.
-- ``meta``: totals (pages, bytes) and their digest, format, the machine's boot, whether the index is
+- ``meta``: totals (files, bytes) and their digest, format, the machine's boot, whether the index is
   complete.
 
 Each row that a statement returns costs a switch of Python's threads. So a look-up of any number of
@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
 
 import xxhash
@@ -106,8 +106,8 @@ class Entry(NamedTuple):
 
 
 class Totals(NamedTuple):
-    pages: int
-    bytes: int  # of their files
+    files: int  # a page may have several, one for each of its shards
+    bytes: int
 
 
 Files = dict[bytes, list[Entry]]  # of each page, by namespace + key
@@ -130,13 +130,13 @@ class Index:
             self._writer = None if readonly else self._open_to_write()
             # All at once: SQLite keeps the descriptors of those that are closed meanwhile.
             for _ in range(1 if readonly else _READERS):
-                self._idle.put(self._connect("mode=ro" if readonly else "mode=rw", _LOOK_SECONDS))
+                self._idle.put(self._connect("ro" if readonly else "rw", _LOOK_SECONDS))
             tables = {sql for (sql,) in self._rows("SELECT sql FROM sqlite_master")}
             if not readonly:
                 with self._transaction() as connection:
                     for table in () if tables else _TABLES:
                         connection.execute(table)
-                    connection.execute("DELETE FROM meta WHERE name = ''")  # it can be written
+                    connection.execute("DELETE FROM meta WHERE name = ''")  # tries to write
             if tables != _TABLES and (tables or readonly):
                 raise DamagedIndexError(f"its tables are {tables}")
             self.totals(), self.rank_range(), self.meta("complete"), self.meta("boot")
@@ -145,20 +145,22 @@ class Index:
             raise
 
     def coverage(self, namespace: bytes, keys: Sequence[bytes]) -> list[Eighths]:
-        """The part of every page that is in this folder."""
-        found = self._records([namespace + key for key in keys])
+        """The part of every page that the files in this folder have together."""
+        pages = [namespace + key for key in keys]
+        by_page = self._records(pages)
         # Most pages have one file, of the whole page: no function is called for those.
         return [
             ALL_EIGHTHS if records and records[_SHARE_COUNT] == 1 else _eighths(page, records)
-            for page in [namespace + key for key in keys]
-            for records in [found.get(page, b"")]
+            for page in pages
+            for records in [by_page.get(page, b"")]
         ]
 
     def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[list[Entry]]:
-        found = self._files([namespace + key for key in keys])
-        return [found.get(namespace + key, []) for key in keys]
+        """The entries of every page: one for each of its shards in this folder."""
+        files = self._files([namespace + key for key in keys])
+        return [files.get(namespace + key, []) for key in keys]
 
-    def stored(self, names: Iterable[PageName]) -> set[PageName]:
+    def known_names(self, names: Iterable[PageName]) -> set[PageName]:
         wanted = set(names)
         files = self._files({name.page for name in wanted})
         return {entry.name for entries in files.values() for entry in entries} & wanted
@@ -166,19 +168,19 @@ class Index:
     def entries(self, namespace: bytes = b"") -> Iterator[Entry]:
         """All entries of a namespace (of all namespaces), perhaps without those that come now."""
         page = namespace
-        while found := _from_hex(self._rows(_NEXT, page, _AT_A_TIME, seconds=_WAIT_SECONDS)):
-            for record in found:
-                page = record[:_NAME_BYTES]
+        while rows := _from_hex(self._rows(_NEXT, page, _AT_A_TIME, seconds=_WAIT_SECONDS)):
+            for row in rows:
+                page = row[:_NAME_BYTES]
                 if not page.startswith(namespace):
                     return
-                yield from _unpack(page, record[_NAME_BYTES:])
+                yield from _unpack(page, row[_NAME_BYTES:])
 
-    def oldest(self, number: int, after: Entry | None = None) -> list[Entry]:
-        """The first ``number`` entries, lowest rank first, ``after`` one that may be gone. The
-        folder's lock is held."""
-        marks = sorted(_from_hex(self._rows(_OLDEST, _mark(after) if after else b"", number)))
+    def oldest(self, count: int, after: Entry | None = None) -> list[Entry]:
+        """The ``count`` entries of the lowest ranks, lowest first; only those ``after`` an entry,
+        which need not be there any more. The folder's lock is held."""
+        marks = sorted(_from_hex(self._rows(_OLDEST, _mark(after) if after else b"", count)))
         files = self._files([_unmark(mark)[1] for mark in marks])
-        entries = {_mark(entry): entry for some in files.values() for entry in some}
+        entries = {_mark(entry): entry for of_page in files.values() for entry in of_page}
         if not entries.keys() >= set(marks):
             raise DamagedIndexError("recency has entries of pages that are not there")
         return [entries[mark] for mark in marks]
@@ -189,7 +191,7 @@ class Index:
         return None if first is None else (_unmark(first)[0], _unmark(last)[0])
 
     def totals(self) -> Totals:
-        return _totals(self._rows(_META_TOTALS))
+        return _parse_totals(self._rows(_META_TOTALS))
 
     def meta(self, name: str) -> bytes | None:
         return next((value for (value,) in self._rows(_META, name)), None)
@@ -208,13 +210,13 @@ class Index:
         self._change(new, change)
 
     def remove(self, names: Iterable[PageName]) -> int:
-        """Take entries out; those that are not there are ignored. Returns their bytes."""
+        """Take entries out; names without entry are ignored. Returns the bytes of their files."""
         gone = set(names)
         pages = {name.page for name in gone}
         return -self._change(pages, lambda _, files: [e for e in files if e.name not in gone])
 
     def raise_ranks(self, ranks: Mapping[PageName, int]) -> None:
-        """Give entries later last uses; those that are not there are ignored."""
+        """Give entries later last uses; names without entry are ignored."""
 
         def change(_: bytes, files: list[Entry]) -> list[Entry]:
             new = [max(entry.rank, ranks.get(entry.name, 0)) for entry in files]
@@ -230,28 +232,28 @@ class Index:
         """The inconsistencies inside the index; empty if it is sound. It is read in slices, so that
         changes wait for none of it; if any comes meanwhile, only malformed entries are found."""
         problems: list[str] = []
-        page, last = b"", b""
-        pages = size = found = sums = 0
+        page, mark = b"", b""
+        entries = size = marks = digests = 0  # digests: XOR of those of all entries and marks
         with self._reading(_WAIT_SECONDS) as connection:
-            before = connection.execute("PRAGMA data_version").fetchall()
+            version = connection.execute("PRAGMA data_version").fetchall()
             while rows := connection.execute(_PAGES, (page,)).fetchall():
                 for page, records in rows:
                     try:
                         for entry in _unpack(page, records):
-                            pages, size = pages + 1, size + entry.file_bytes
-                            sums ^= xxhash.xxh3_64_intdigest(_mark(entry))
+                            entries, size = entries + 1, size + entry.file_bytes
+                            digests ^= xxhash.xxh3_64_intdigest(_mark(entry))
                     except DamagedIndexError as error:
                         problems.append(str(error))
-            while rows := connection.execute(_MARKS, (last,)).fetchall():
-                for (last,) in rows:
-                    found += 1
-                    sums ^= xxhash.xxh3_64_intdigest(last)
-            totals = _totals(connection.execute(_META_TOTALS).fetchall())
-            if before == connection.execute("PRAGMA data_version").fetchall():
-                if sums or found != pages:
-                    problems.append(f"recency has {found} entries, of other pages or last uses")
-                if totals != (pages, size):
-                    problems.append(f"totals are {totals}, entries {pages}, {size} bytes")
+            while rows := connection.execute(_MARKS, (mark,)).fetchall():
+                for (mark,) in rows:
+                    marks += 1
+                    digests ^= xxhash.xxh3_64_intdigest(mark)
+            totals = _parse_totals(connection.execute(_META_TOTALS).fetchall())
+            if version == connection.execute("PRAGMA data_version").fetchall():
+                if digests or marks != entries:
+                    problems.append(f"recency has {marks} entries, of other pages or last uses")
+                if totals != (entries, size):
+                    problems.append(f"totals are {totals}, entries {entries}, {size} bytes")
         return problems
 
     def close(self) -> None:
@@ -262,7 +264,7 @@ class Index:
 
     @contextmanager
     def _reading(self, seconds: float = _LOOK_SECONDS) -> Iterator[sqlite3.Connection]:
-        """A connection that no other thread uses meanwhile, and that waits so long."""
+        """A connection that no other thread uses meanwhile; it waits ``seconds`` for a commit."""
         connection = self._idle.get()
         try:
             connection.execute(f"PRAGMA busy_timeout = {1000 * seconds:.0f}")
@@ -284,7 +286,8 @@ class Index:
     def _change(
         self, pages: Collection[bytes], change: Callable[[bytes, list[Entry]], list[Entry]]
     ) -> int:
-        """Replace the files of some pages by those of ``change``; returns the added bytes."""
+        """Replace the entries of ``pages``, and their marks, by what ``change`` makes of a page and
+        its entries. Returns the bytes by which their files grow."""
         with self._transaction() as connection:
             records = _find(connection, list(pages))
             before = {page: _unpack(page, records.get(page, b"")) for page in pages}
@@ -293,21 +296,22 @@ class Index:
             _execute(connection, "REPLACE INTO pages VALUES", "(?, ?)", rows)
             empty = [(page,) for page in records if not after[page]]
             _execute(connection, "DELETE FROM pages WHERE page IN", "?", empty)
-            old, new = ({e for files in some.values() for e in files} for some in (before, after))
+            old, new = ({e for files in state.values() for e in files} for state in (before, after))
             marks = [(_mark(entry),) for entry in old - new]
             _execute(connection, "DELETE FROM recency WHERE mark IN", "?", marks)
             marks = [(_mark(entry),) for entry in new - old]
             _execute(connection, "REPLACE INTO recency VALUES", "(?)", marks)
             size = sum(e.file_bytes for e in new) - sum(e.file_bytes for e in old)
-            there = _totals(connection.execute(_META_TOTALS).fetchall())
-            totals = Totals(there.pages + len(new) - len(old), there.bytes + size)
+            last = _parse_totals(connection.execute(_META_TOTALS).fetchall())
+            totals = Totals(last.files + len(new) - len(old), last.bytes + size)
             if min(totals) < 0:
-                raise DamagedIndexError(f"totals are {there}, and entries of more bytes go")
+                raise DamagedIndexError(f"totals are {last}, and entries of more bytes go")
             _set_totals(connection, _TOTALS.pack(*totals))
         return size
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """A change of the index: committed at the end, or rolled back if anything raises."""
         connection = self._writer
         if connection is None:
             raise sqlite3.OperationalError("the index was opened to read it")
@@ -324,15 +328,15 @@ class Index:
             if connection.in_transaction:
                 connection.rollback()
 
-    def _connect(self, how: str, seconds: float) -> sqlite3.Connection:
-        path, options = quote(os.fsencode(self._path), safe=""), {"check_same_thread": False}
+    def _connect(self, mode: Literal["ro", "rw"], seconds: float) -> sqlite3.Connection:
+        path = quote(os.fsencode(self._path), safe="")
         connection = sqlite3.connect(
-            f"file:{path}?{how}",
+            f"file:{path}?mode={mode}",
             timeout=seconds,
             isolation_level=None,
             uri=True,
             factory=_Connection,
-            **options,
+            check_same_thread=False,
         )
         self._connections.append(connection)
         connection.text_factory = partial(str, encoding="latin-1")  # also of damaged text
@@ -340,17 +344,18 @@ class Index:
         return connection
 
     def _open_to_write(self) -> sqlite3.Connection:
+        """The connection that makes all changes; its file is made if there is none."""
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
         with suppress(FileExistsError), ExitStack() as stack:
             folder_fd = kept_open(os.open(self._path.parent, FOLDER), stack)
-            # SQLite would let others read it.
+            # Not by SQLite, which would let other users read it.
             self._ops.close(self._ops.open(INDEX_FILE, flags, folder_fd))
-        connection = self._connect("mode=rw", _WAIT_SECONDS)
+        connection = self._connect("rw", _WAIT_SECONDS)
         # An earlier version's is in WAL mode; who has it alone needs no file in memory.
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-        [(before,)] = connection.execute("PRAGMA journal_mode")
+        [(journal_mode,)] = connection.execute("PRAGMA journal_mode")
         connection.execute("PRAGMA journal_mode = PERSIST")
-        if before == "wal":
+        if journal_mode == "wal":  # that version wrote no digest of the totals
             for (totals,) in connection.execute(_META, ("totals",)).fetchall():
                 if isinstance(totals, bytes):
                     _set_totals(connection, totals)
@@ -373,11 +378,11 @@ def _code(error: Exception) -> int | None:
 
 
 def _find(connection: sqlite3.Connection, pages: Sequence[bytes]) -> dict[bytes, bytes]:
-    """The records of those of ``pages`` that are there."""
+    """The records of those of ``pages`` that have any, by page."""
     records: dict[bytes, bytes] = {}
     for begin in range(0, len(pages), _KEYS_AT_A_TIME):
-        some = pages[begin : begin + _KEYS_AT_A_TIME]
-        rows = connection.execute(_FIND, (len(some), b"".join(some))).fetchall()
+        batch = pages[begin : begin + _KEYS_AT_A_TIME]
+        rows = connection.execute(_FIND, (len(batch), b"".join(batch))).fetchall()
         records |= {row[:_NAME_BYTES]: row[_NAME_BYTES:] for row in _from_hex(rows)}
     if not records.keys() <= {*pages}:
         raise DamagedIndexError("a page was found that nobody asked for")
@@ -385,25 +390,26 @@ def _find(connection: sqlite3.Connection, pages: Sequence[bytes]) -> dict[bytes,
 
 
 def _from_hex(rows: list[tuple[str | None]]) -> list[bytes]:
-    """What a statement with one row has found."""
-    [(found,)] = rows
-    return list(map(bytes.fromhex, found.split(","))) if found else []
+    """The values in the only row of a statement: hexadecimal digits with commas between them."""
+    [(listed,)] = rows
+    return list(map(bytes.fromhex, listed.split(","))) if listed else []
 
 
 def _execute(
     connection: sqlite3.Connection, start: str, row: str, rows: Sequence[Sequence[bytes]]
 ) -> None:
-    """Run a statement that ends in a list of rows, a limited number at a time."""
+    """Run a statement that ends in a list of ``rows``, a limited number at a time. ``row`` has the
+    placeholders of one."""
     for begin in range(0, len(rows), _AT_A_TIME):
-        some = rows[begin : begin + _AT_A_TIME]
-        listed = ", ".join([row] * len(some))
+        batch = rows[begin : begin + _AT_A_TIME]
+        listed = ", ".join([row] * len(batch))
         text = f"{start} ({listed})" if row == "?" else f"{start} {listed}"
-        connection.execute(text, [value for values in some for value in values])
+        connection.execute(text, [value for values in batch for value in values])
 
 
-def _totals(rows: Sequence[Sequence[Any]]) -> Totals:
+def _parse_totals(rows: Sequence[Sequence[Any]]) -> Totals:
     match rows:
-        case []:
+        case []:  # a new index
             return Totals(0, 0)
         case [(bytes(value),), (digest,)] if digest == xxhash.xxh3_64_digest(value):
             return Totals(*_TOTALS.unpack(value))
@@ -421,7 +427,7 @@ def _pack(entry: Entry) -> bytes:
 
 
 def _unpack(page: bytes, records: bytes) -> list[Entry]:
-    """The entries of a page."""
+    """The entries of a page; a DamagedIndexError if no store writes such records."""
     if len(page) != _NAME_BYTES or len(records) % _RECORD.size:
         raise DamagedIndexError(f"page {page.hex()} has a record of {len(records)} bytes")
     namespace, key, entries = page[:NAMESPACE_BYTES], page[NAMESPACE_BYTES:], []

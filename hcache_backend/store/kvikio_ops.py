@@ -76,8 +76,8 @@ class KvikioFileOps(FileOps):
             options.set("num_threads", threads)
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Read all of ``buffers``; a file that ends before is an OSError too."""
-        place = offset
+        """Read all of ``buffers``, returns their bytes; a file that ends before is an OSError."""
+        position = offset
         try:
             # The path leads to the open file itself, whatever its name is now. To open it takes 10
             # us, and a page is one reading or two: not worth keeping it open.
@@ -86,11 +86,11 @@ class KvikioFileOps(FileOps):
                     # One task each: before 26.10 KvikIO reports the first task that fails while
                     # others still write. Until all are done, the memory is not the caller's.
                     size = task_size = buffer.nbytes
-                    reads.callback(file.pread(buffer, size, place, task_size).get)
-                    place += size
+                    reads.callback(file.pread(buffer, size, position, task_size).get)
+                    position += size
         except RuntimeError as error:
             raise OSError(errno.EIO, f"kvikio: {error}") from None
-        return place - offset
+        return position - offset
 
 
 def best_file_ops(config: HCacheConfig) -> FileOps:

@@ -40,7 +40,7 @@ def maintain(disk: Disk, recency: Recency, config: HCacheConfig, stopping: threa
                 disk.flush()
             if now >= next_save:
                 recency.save()
-                disk.tell_room()
+                disk.report_room()
                 next_save = now + _RECENCY_SECONDS
             _recover(disk, stopping)
         except Exception:
@@ -53,13 +53,13 @@ def _recover(disk: Disk, stopping: threading.Event) -> None:
         with disk.use() as folder:
             if not folder.index_is_partial:
                 return
-            found = find_unknown_files(folder, adopt=True, stop=stopping.is_set)
+            unknown = find_unknown_files(folder, adopt=True, stop=stopping.is_set)
             if not stopping.is_set():
                 folder.mark_index_complete()
-            found_files = f"{found.adopted} pages found, {len(found.damaged)} files not usable"
-            logger.info(f"hcache: {disk.path}: the index was completed: {found_files}")
+            counts = f"{unknown.adopted} pages found, {len(unknown.damaged)} files not usable"
+            logger.info(f"hcache: {disk.path}: the index was completed: {counts}")
     except (OSError, sqlite3.Error) as error:
-        disk.failed("recovery", error)
+        disk.note_failure("recovery", error)
 
 
 @dataclass
@@ -104,25 +104,25 @@ def find_unknown_files(
         if stop():
             break
         parsed = {file: parse_name(file) for file in folder.files_in(bucket)}
-        stored = folder.index.stored(name for name in parsed.values() if name is not None)
+        known = folder.index.known_names(name for name in parsed.values() if name is not None)
         names = []
         for file, name in parsed.items():
             if name is None:
                 result.damaged.append((f"{bucket}/{file}", "its name is no page file's"))
-            elif name not in stored and name.bucket != bucket:
+            elif name not in known and name.bucket != bucket:
                 result.damaged.append((f"{bucket}/{file}", "it stands in the wrong folder"))
-            elif name not in stored:
+            elif name not in known:
                 names.append(name)
-        for some in folder.lock.batches(names):
+        for batch in folder.lock.batches(names):
             # Under the lock nothing evicts or replaces the file between look and entry.
-            with folder.lock.held(_LOCK_SECONDS, batch=len(some)):
-                found = _entries(folder, some, result)
+            with folder.lock.hold(_LOCK_SECONDS, batch=len(batch)):
+                entries = _read_entries(folder, batch, result)
                 if adopt:
-                    folder.index.insert(found)
-                    result.adopted += len(found)
+                    folder.index.insert(entries)
+                    result.adopted += len(entries)
                 else:  # without the lock, a page may have been stored meanwhile
-                    stored = folder.index.stored(entry.name for entry in found)
-                    result.pages += [e.name for e in found if e.name not in stored]
+                    known = folder.index.known_names(entry.name for entry in entries)
+                    result.pages += [e.name for e in entries if e.name not in known]
         progress(done, len(buckets))
     return result
 
@@ -137,7 +137,7 @@ def verify_folder(
     without file; not if read-only. Unknown files are entered by a rebuild, or deleted here if they
     are damaged. ``progress`` is called with the numbers of pages that are done, and of all."""
     findings = Findings(index=folder.index.check())
-    total = folder.index.totals().pages
+    total = folder.index.totals().files
     for done, entry in enumerate(folder.index.entries(), start=1):
         _verify_entry(folder, entry, findings, repair)
         progress(done, max(total, done))
@@ -147,7 +147,7 @@ def verify_folder(
     for path, _ in unknown.damaged if repair else ():
         bucket, _, file = path.partition("/")
         with (
-            folder.lock.held(_LOCK_SECONDS),
+            folder.lock.hold(_LOCK_SECONDS),
             folder.buckets.opened(bucket) as bucket_fd,
             suppress(IsADirectoryError),  # somebody's folder
         ):
@@ -157,6 +157,7 @@ def verify_folder(
 
 
 def _verify_entry(folder: Folder, entry: Entry, findings: Findings, repair: bool) -> None:
+    """Read a page file; count it in ``findings``, or enter its problem there and ``repair`` it."""
     name = entry.name
     path = f"{name.bucket}/{name.file}"
     payload = memoryview(mmap.mmap(-1, max(entry.payload_bytes, 1)))[: entry.payload_bytes]
@@ -164,14 +165,14 @@ def _verify_entry(folder: Folder, entry: Entry, findings: Findings, repair: bool
     try:
         folder.read_page(PageRead(0, entry, name.shard.eighths, memory))
     except (DamagedFileError, OSError) as error:
-        if name not in folder.index.stored([name]):
+        if name not in folder.index.known_names([name]):
             return  # a live server has evicted the page meanwhile
         if isinstance(error, FileNotFoundError):
             findings.missing.append(path)
         else:
             findings.damaged.append((path, str(error)))
         if repair:
-            with folder.lock.held(_LOCK_SECONDS), suppress(OSError):
+            with folder.lock.hold(_LOCK_SECONDS), suppress(OSError):
                 folder.delete_page(name)
                 folder.index.remove([name])
                 findings.repaired += 1
@@ -180,12 +181,12 @@ def _verify_entry(folder: Folder, entry: Entry, findings: Findings, repair: bool
         findings.bytes += entry.file_bytes
 
 
-def _entries(folder: Folder, names: Sequence[PageName], result: Unknown) -> list[Entry]:
-    """Entries for page files that the index still does not know."""
+def _read_entries(folder: Folder, names: Sequence[PageName], result: Unknown) -> list[Entry]:
+    """Entries for page files that the index still does not know; damaged ones go to ``result``."""
     entries = []
-    stored = folder.index.stored(names)
+    known = folder.index.known_names(names)
     for name in names:
-        if name in stored:
+        if name in known:
             continue
         try:
             with suppress(FileNotFoundError):

@@ -56,8 +56,8 @@ class PageStore:
         self.stats = StoreStats()
         self.disks: list[Disk] = []
         self._recency = Recency(self.disks)
-        shared = config, ops or best_file_ops(config), self.stats, self._recency
-        self.disks += [Disk(path, *shared) for path in config.dirs]
+        ops = ops or best_file_ops(config)
+        self.disks += [Disk(path, config, ops, self.stats, self._recency) for path in config.dirs]
         try:
             self._attach()
         except BaseException:
@@ -121,37 +121,36 @@ class PageStore:
                 A page that does not have them is a miss when it is read.
         """
         check_names(namespace, [*prefix[-1:], *keys], shard)
-        for what, given in (("pages", pages), ("pages' digests", digests)):
-            if given is not None and len(given) != len(keys):
-                raise ValueError(f"{len(given)} {what} for {len(keys)} keys")
+        for what, values in (("pages", pages), ("pages' digests", digests)):
+            if values is not None and len(values) != len(keys):
+                raise ValueError(f"{len(values)} {what} for {len(keys)} keys")
         if table is None and shard != WHOLE:
             raise ValueError(f"shard {shard.number} of {shard.of} without a table of the page")
         ranks = self._recency.note_new(namespace, prefix, keys, alone=alone)
         covers = self._cover(namespace, keys, shard.eighths, on_disk=True)
-        done = [bool(files) for files in covers]
-        self.stats.add(pages_already_stored=sum(done))
+        stored = [bool(files) for files in covers]
+        self.stats.add(pages_already_stored=sum(stored))
         work = []
-        for number, (key, parts) in enumerate(zip(keys, pages, strict=True)):
-            if not done[number]:
+        for number, (key, parts, rank) in enumerate(zip(keys, pages, ranks, strict=True)):
+            if not stored[number]:
                 memory = PageMemory(parts, shard, None if digests is None else digests[number])
                 layout = file_layout(table or SegmentTable.of_parts(memory.parts), shard)
                 layout.check(memory)
-                sizes = layout.header_bytes, layout.payload_bytes
                 name = PageName(namespace, key, shard)
-                entry = Entry(name, *sizes, self._writer, ranks[number])
+                entry = Entry(name, layout.header_bytes, layout.payload_bytes, self._writer, rank)
                 work.append(PageWrite(number, entry, memory, layout))
         self._write(work, time.monotonic() + WRITE_SECONDS)
         for write in work:
-            done[write.number] = write.stored
+            stored[write.number] = write.stored
         if shard != WHOLE:  # used together with the shards of other ranks
             self._recency.note(namespace, [*prefix, *keys])
         if self._config.durability == "always":
             # Another thread or process may not have synced a page that was there.
-            asked = {disk for files in covers for disk, *_ in files}
+            covering = {disk for files in covers for disk, *_ in files}
             for disk in self.disks:
-                if (disk.dirty or disk in asked) and not disk.flush():
-                    done = [False] * len(done)
-        return done
+                if (disk.dirty or disk in covering) and not disk.flush():
+                    stored = [False] * len(stored)
+        return stored
 
     def _write(self, work: Sequence[PageWrite], deadline: float) -> None:
         """Write pages to all folders at once, neighbours to different ones. A group of pages is
@@ -159,20 +158,20 @@ class PageStore:
         disks = [disk for disk in self.disks if disk.is_online(writing=True)]
         if not disks:
             self.stats.add(pages_dropped_offline=len(work))
-        before: list[tuple[Disk, Writing]] = []
+        previous: list[tuple[Disk, Writing]] = []
         largest = max((write.memory.length for write in work), default=1)
         size = max(1, _GROUP_BYTES * len(disks) // largest)
         for first in range(0, len(work) + size, size):  # an empty group finishes the last one
-            group, started = work[first : first + size], []
+            group, current = work[first : first + size], []
             if group:
                 # The last round may end early: the folders that can do with more pages come first.
                 disks.sort(key=Disk.pressure)
             for start, disk in enumerate(disks):
                 if items := group[start :: len(disks)]:
-                    started.append((disk, disk.start_writing(items, deadline)))
-            for disk, writing in before:
+                    current.append((disk, disk.start_writing(items, deadline)))
+            for disk, writing in previous:
                 disk.finish_writing(writing, deadline)
-            before = started
+            previous = current
 
     def get(
         self, namespace: bytes, keys: Keys, pages: Sequence[Parts], *, shard: Shard = WHOLE
@@ -190,17 +189,16 @@ class PageStore:
             for disk, entry, part in files:
                 reads.setdefault(disk, []).append(PageRead(number, entry, part, memory))
         deadline = time.monotonic() + READ_SECONDS
-        reading = [disk.start_reading(some, deadline) for disk, some in reads.items()]
+        reading = [disk.start_reading(of_disk, deadline) for disk, of_disk in reads.items()]
         wait(chain(*reading), READ_SECONDS)
-        came: Counter[int] = Counter()
+        arrived: Counter[int] = Counter()  # files of each page
         for future in chain(*reading):
             # A reading that has begun is waited for: until then it may write the memory.
             if not future.cancel():
-                came.update(result_of(future) or ())
-        found = [0 < len(files) == came[number] for number, files in enumerate(covers)]
-        hits = sum(found)
-        self.stats.add(pages_read=hits, misses=len(keys) - hits)
-        return found
+                arrived.update(result_of(future) or ())
+        hits = [0 < len(files) == arrived[number] for number, files in enumerate(covers)]
+        self.stats.add(pages_read=sum(hits), misses=hits.count(False))
+        return hits
 
     def check_room(self, page_bytes: int) -> None:
         """Log which folders could hold no page of ``page_bytes``, were they empty."""
@@ -237,6 +235,7 @@ class PageStore:
             disk.close()
 
     def _attach(self) -> None:
+        """Open the folders; raises if one has other files, or none can be used."""
         failures = []
         for disk in self.disks:
             try:
@@ -253,17 +252,18 @@ class PageStore:
     def _cover(
         self, namespace: bytes, keys: Keys, part: Eighths, *, on_disk: bool = False
     ) -> list[list[tuple[Disk, Entry, Eighths]]]:
-        """The files that together have ``part`` of each page, and the part that each brings. None
-        if some of it is missing, or its file (``on_disk``). Large shards come before small ones."""
+        """The files that together have ``part`` of each page, and the part that each brings. No
+        files if some of it is missing; ``on_disk``: or only its entry is there. Large shards come
+        before small ones."""
         missing = [part] * len(keys)
-        found: list[list[tuple[Disk, Entry, Eighths]]] = [[] for _ in keys]
+        covers: list[list[tuple[Disk, Entry, Eighths]]] = [[] for _ in keys]
         for disk in self.disks:
-            numbers = [number for number, left in enumerate(missing) if left]
+            numbers = [number for number, part in enumerate(missing) if part]
             listed = disk.lookup(namespace, [keys[number] for number in numbers])
             for number, entries in zip(numbers, listed, strict=True):
                 for entry in sorted(entries, key=lambda entry: entry.name.shard.of):
                     useful = entry.name.shard.eighths & missing[number]
                     if useful and (not on_disk or disk.holds_file(entry.name)):
-                        found[number].append((disk, entry, useful))
+                        covers[number].append((disk, entry, useful))
                         missing[number] &= ~useful
-        return [[] if left else files for left, files in zip(missing, found, strict=True)]
+        return [[] if part else files for part, files in zip(missing, covers, strict=True)]

@@ -42,7 +42,7 @@ class StoreStats:
     # called with the names of evicted pages
     on_evicted: Callable[[Sequence[PageName]], object] = len
     # called now and then with a folder and bytes: of its pages, its quota, free on its disk
-    on_room: Callable[[str, dict[str, int]], object] = lambda folder, found: None
+    on_room: Callable[[str, dict[str, int]], object] = lambda folder, room: None
 
     def add(self, **increments: int) -> None:
         with self.lock:

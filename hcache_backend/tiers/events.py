@@ -25,13 +25,14 @@ class L3Events:
         self._waiting: list[Any] = []
         self._pages = 0
 
-    def stored(
-        self, keys: Sequence[str], there: Sequence[bool], before: Sequence[str], token_ids: Any
+    def note_stored(
+        self, keys: Sequence[str], present: Sequence[bool], prefix: Sequence[str], token_ids: Any
     ) -> None:
-        """Consecutive pages were written behind ``before`` (keys); some are ``there`` now."""
+        """Pages ``keys`` with ``token_ids`` were written behind those of ``prefix``; L3 has those
+        that are ``present`` now."""
         hashes = [hash_str_to_int64(key) for key in keys]
-        parent = hash_str_to_int64(before[-1]) if before else None
-        for run in runs([page for page, is_there in enumerate(there) if is_there]):
+        parent = hash_str_to_int64(prefix[-1]) if prefix else None
+        for run in runs([number for number, is_present in enumerate(present) if is_present]):
             event = BlockStored(
                 block_hashes=hashes[run.start : run.stop],
                 parent_block_hash=hashes[run.start - 1] if run.start else parent,
@@ -42,7 +43,7 @@ class L3Events:
             )
             self._add(event, len(run))
 
-    def evicted(self, keys: Sequence[bytes]) -> None:
+    def note_evicted(self, keys: Sequence[bytes]) -> None:
         hashes = [hash_str_to_int64(key.hex()) for key in keys]
         if hashes:
             self._add(BlockRemoved(block_hashes=hashes, medium=StorageMedium.DISK), len(hashes))

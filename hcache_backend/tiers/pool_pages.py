@@ -25,7 +25,7 @@ class PoolMemory(NamedTuple):
     """Pieces of every page, by part of the page; ``finish`` gets a flag per page after a read."""
 
     parts: list[list[Parts]]
-    finish: Callable[[Sequence[bool]], None] = lambda found: None
+    finish: Callable[[Sequence[bool]], None] = lambda arrived: None
 
 
 class PoolPages:
@@ -40,9 +40,9 @@ class PoolPages:
         self.shard: Shard = layout.shard if layout is not None else WHOLE
         self.table: SegmentTable | None = layout.table if layout is not None else None
         lcm, ranks, mla = config.tp_lcm_size, config.tp_size, config.is_mla_model
-        of_kv = lcm and name == PoolName.KV
+        has_lcm = lcm and name == PoolName.KV
         divides = layout is None and host_pool.layout == "page_head" and not mla
-        self._any_ranks = bool(of_kv and divides)
+        self._any_ranks = bool(has_lcm and divides)
         # Pages of the store per page of the pool: more than one if it is divided by heads, so that
         # servers with more ranks can read it; 0 if the pool only counts tokens.
         self.parts = 1 if host_pool.size_per_token else 0
@@ -62,7 +62,7 @@ class PoolPages:
                 f"extra config: 'tp_lcm_size' is {lcm} but the pages of this server have "
                 f"{own_groups} groups of heads; it shapes pages, so it can only change at a restart"
             )
-        if of_kv and not self._any_ranks and not shared:
+        if has_lcm and not self._any_ranks and not shared:
             only = "with --hicache-mem-layout page_head only, and not those of MLA"
             text = "hcache: 'tp_lcm_size' is ignored: KV pages can be divided by heads %s"
             logger.warning(text, only)
@@ -74,7 +74,7 @@ class PoolPages:
         self._access: Literal["in place", "copy", "none"] = "in place"
 
     def fields(self, part: int) -> dict[str, object]:
-        """Fields of the namespace of plain KV pages (of a part of them)."""
+        """Fields of the namespace of plain KV pages, or of their part number ``part``."""
         pool, config = self.host_pool, self._config
         rank: dict[str, object] = {"pp": [config.pp_rank, config.pp_size]}
         if config.attn_cp_size > 1:
@@ -101,8 +101,8 @@ class PoolPages:
         """Of each rank of the server, the :meth:`fields` that tell its pages from other ranks'."""
         fields: dict[str, Any] = {**self.fields(0)}
         names = [name for name in ("pp", "cp", "dcp", "tp") if name in fields]
-        of_each = ([[n, fields[name][1]] for n in range(fields[name][1])] for name in names)
-        return [dict(zip(names, rank, strict=True)) for rank in product(*of_each)]
+        values = ([[n, fields[name][1]] for n in range(fields[name][1])] for name in names)
+        return [dict(zip(names, rank, strict=True)) for rank in product(*values)]
 
     def digests(self, pages: Sequence[Parts]) -> list[list[int]] | None:
         """Digests in sealed pages of ours; None: other pages have none."""
@@ -112,9 +112,9 @@ class PoolPages:
 
     def memory(self, host_indices: torch.Tensor, pages: int, *, read: bool) -> PoolMemory | None:
         """Memory of ``pages`` pages, to ``read`` into or to write; None: SGLang cannot store it."""
-        found = self._in_place(host_indices, pages)
-        if found is not None or self._access == "none":
-            return found
+        in_place = self._in_place(host_indices, pages)
+        if in_place is not None or self._access == "none":
+            return in_place
         pool = self.host_pool
         if len(host_indices) != pages * pool.page_size:
             raise ValueError(f"{len(host_indices)} indices for {pages} pages of pool {self.name}")
@@ -130,28 +130,29 @@ class PoolPages:
         return PoolMemory([[[memoryview(data).cast("B")] for data in flat]], finish)
 
     def _in_place(self, host_indices: torch.Tensor, pages: int) -> PoolMemory | None:
-        """The pages in place, or None if the pool has no addresses to offer."""
+        """The pages in place. None: the pool has no addresses to offer, which it is asked once."""
+        pool = self.host_pool
         if self._access != "in place":
             return None
         if pages == 0 or self.parts == 0:
             return PoolMemory([[] for _ in range(self.parts)])
         try:
             if self.parts > 1:
-                found = self.host_pool.get_split_heads_page_buffer_meta(host_indices, self.parts)
+                spans = pool.get_split_heads_page_buffer_meta(host_indices, self.parts)
             else:
-                found = self.host_pool.get_page_buffer_meta(host_indices)
+                spans = pool.get_page_buffer_meta(host_indices)
         except (ValueError, NotImplementedError) as error:
             try:
-                self.host_pool.get_dummy_flat_data_page()
+                pool.get_dummy_flat_data_page()
                 self._access = "copy"
             except (ValueError, NotImplementedError):
                 self._access = "none"
                 logger.warning("hcache: pages of pool %s cannot be stored: %s", self.name, error)
             return None
-        places = [(ctypes.c_ubyte * size).from_address(at) for at, size in zip(*found, strict=True)]
-        pieces = [memoryview(place).cast("B") for place in places]
-        each, rest = divmod(len(pieces), pages * self.parts)
+        blocks = [(ctypes.c_ubyte * size).from_address(a) for a, size in zip(*spans, strict=True)]
+        pieces = [memoryview(block).cast("B") for block in blocks]
+        per_part, rest = divmod(len(pieces), pages * self.parts)
         if rest:
             raise ValueError(f"{len(pieces)} pieces of memory for {pages} pages of {self.name}")
-        groups: list[Parts] = [pieces[i : i + each] for i in range(0, len(pieces), each)]
+        groups: list[Parts] = [pieces[i : i + per_part] for i in range(0, len(pieces), per_part)]
         return PoolMemory([groups[part :: self.parts] for part in range(self.parts)])

@@ -81,33 +81,33 @@ class SharedBackend:
         self.memory = pool.kv_buffer
         self._backend.register_mem_pool_host(pool)
 
-    def leading(self, names: Sequence[str]) -> int:
+    def count_leading(self, names: Sequence[str]) -> int:
         """Number of ``names``, from the first one on, that are there."""
         return min(len(names), int(self._backend.batch_exists(list(names))))
 
     def get(self, names: Sequence[str], rows: Sequence[int]) -> list[bool]:
         """Read values into ``rows``; False is a miss, with any bytes in its row."""
         if self._in_place:
-            found = list(self._backend.batch_get_v1(list(names), torch.tensor(rows)))
+            arrived = list(self._backend.batch_get_v1(list(names), torch.tensor(rows)))
         else:
-            found = []
+            arrived = []
             for name, row in zip(names, rows, strict=True):
                 try:
-                    found.append(self._backend.get(name, self.memory[row]) is not None)
+                    arrived.append(self._backend.get(name, self.memory[row]) is not None)
                 except OSError:  # a file that was cut short costs no other value
-                    found.append(False)
-        if len(found) != len(names):
-            raise RuntimeError(f"it was asked for {len(names)} values and gave {len(found)}")
-        return found
+                    arrived.append(False)
+        if len(arrived) != len(names):
+            raise RuntimeError(f"it was asked for {len(names)} values and gave {len(arrived)}")
+        return arrived
 
     def set(self, names: Sequence[str], rows: Sequence[int]) -> list[bool]:
-        """Store values from ``rows``; a value that is there already is the same."""
+        """Store values from ``rows``; False: not stored. A value that exists is the same."""
         if not self._in_place:
             values = zip(names, rows, strict=True)
             return [self._backend.set(name, self.memory[row]) for name, row in values]
         stored = list(self._backend.batch_set_v1(list(names), torch.tensor(rows)))
         pieces = len(stored) // len(names)  # NIXL tells of each one
-        return [all(stored[at : at + pieces]) for at in range(0, len(stored), pieces)]
+        return [all(stored[i : i + pieces]) for i in range(0, len(stored), pieces)]
 
     def close(self) -> None:
         """A call that takes too long is given up."""
@@ -122,18 +122,18 @@ class SharedBackend:
 def make_backend(option: SharedOption, config: HiCacheStorageConfig) -> SharedBackend:
     """The backend that ``option`` names, made by SGLang for the rank of ``config``. Raises
     ConfigError: a wrong option of its own, a missing package, a service that is silent."""
-    theirs = option.config.get_secret_value()
-    named = {"backend": option.backend, "config": sorted(theirs)}
-    where = f"hcache: option 'shared' is {named}: "
+    backend_options = option.config.get_secret_value()
+    shown = {"backend": option.backend, "config": sorted(backend_options)}
+    prefix = f"hcache: option 'shared' is {shown}: "
     variable = _FOLDERS.get(option.backend, "")
     folder = os.environ.get(variable)
     if variable and not folder:
         wanted = "must be the folder that the machines share, such as /mnt/shared/hcache"
-        raise ConfigError(f"{where}the environment variable {variable} {wanted}")
-    own = replace(
+        raise ConfigError(f"{prefix}the environment variable {variable} {wanted}")
+    rank_config = replace(
         config,
         model_name=None,  # values are named by content, and it may be a path of this machine
-        extra_config=dict(theirs),
+        extra_config=dict(backend_options),
         enable_storage_metrics=False,
         is_page_first_layout=True,
         tp_lcm_size=None,
@@ -147,22 +147,22 @@ def make_backend(option: SharedOption, config: HiCacheStorageConfig) -> SharedBa
             if Path(folder).stat().st_mode & 0o007:  # files have the modes that SGLang gives them
                 open_to_all = "other users can enter %s, and read what users wrote: chmod o= it"
                 logger.warning(f"hcache: the shared L3: {open_to_all}", folder)
-        backend = StorageBackendFactory.create_backend(option.backend, own, None)
-        made = SharedBackend(backend, option)
+        backend = StorageBackendFactory.create_backend(option.backend, rank_config, None)
+        shared = SharedBackend(backend, option)
         if given_up.is_set():
-            made.close()
-        return made
+            shared.close()
+        return shared
 
     try:
         return bounded("hcache-shared-start", create, START_SECONDS)
     except GivenUp as error:
         given_up.set()
-        raise ConfigError(f"{where}it {error}") from None
+        raise ConfigError(f"{prefix}it {error}") from None
     except Exception as error:  # which quotes what it does not like
         message = f"{type(error).__name__}: {error}"
-        for secret in (value for value in theirs.values() if value and isinstance(value, str)):
-            message = message.replace(secret, "***")
-        raise ConfigError(f"{where}{message}") from None
+        for value in backend_options.values():
+            message = message.replace(value, "***") if value and isinstance(value, str) else message
+        raise ConfigError(f"{prefix}{message}") from None
 
 
 _Result = TypeVar("_Result")
@@ -218,14 +218,14 @@ class BoundedCalls:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (asked := self._calls.get()) is not None:
-            future, work = asked
+        while (call := self._calls.get()) is not None:
+            future, work = call
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(work())
                 except Exception as error:
                     future.set_exception(error)
-            del asked, future, work  # and with them pages that wait no longer
+            del call, future, work  # and with them pages that wait no longer
 
 
 def copy_page(row: Bytes, page: Parts) -> Parts:

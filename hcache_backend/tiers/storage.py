@@ -62,7 +62,7 @@ class HCacheStorage(HiCacheStorage):
         self.events: L3Events | None = None
         if config.events and attach.publishes_events():
             self.events = L3Events(page_size(self._runtime.runner.server_args))
-            store.stats.on_evicted = self._evicted
+            store.stats.on_evicted = self._note_evicted
         self._promises_hits = not may_be("decode", self._runtime.runner.server_args)
         if not self._promises_hits:
             why = "SGLang fails a request whose hit cannot be read, so every look-up is a miss"
@@ -97,10 +97,10 @@ class HCacheStorage(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: _Extra = None
     ) -> list[bool]:
-        found = self._get(keys, host_indices, extra=extra_info)
-        self._count_tokens(unreadable=len(keys) - _leading(found))
+        arrived = self._get(keys, host_indices, extra=extra_info)
+        self._count_tokens(unreadable=len(keys) - _count_leading(arrived))
         self._renew_report()
-        return found
+        return arrived
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: _Extra = None
@@ -118,7 +118,7 @@ class HCacheStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: _Extra = None,
     ) -> PoolTransferResult:
-        pages = _leading(self._exists(keys))
+        pages = _count_leading(self._exists(keys))
         hits: dict[str, int] = {PoolName.KV: pages} if pages else {}
         restorable = list(range(1, pages + 1))
         for transfer in pool_transfers or []:
@@ -136,12 +136,12 @@ class HCacheStorage(HiCacheStorage):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: _Extra = None
     ) -> dict[str, list[bool]]:
-        found = {t.name: self._get(t.keys or [], t.host_indices, t.name) for t in transfers}
+        arrived = {t.name: self._get(t.keys or [], t.host_indices, t.name) for t in transfers}
         for transfer in transfers:
             trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
-            if trailing and not all(found[transfer.name]):
+            if trailing and not all(arrived[transfer.name]):
                 self._forget_damaged(transfer, _prefix(extra_info))
-        return found
+        return arrived
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: _Extra = None
@@ -154,8 +154,8 @@ class HCacheStorage(HiCacheStorage):
 
     def take_found_shared(self) -> int:
         """See :attr:`Tiered.found_shared`; sets it to 0."""
-        found, self._tier.found_shared = self._tier.found_shared, 0
-        return found
+        count, self._tier.found_shared = self._tier.found_shared, 0
+        return count
 
     def use(self, keys: Sequence[str]) -> None:
         """A request uses the pages ``keys`` of its prompt, from the first one on, in any tier: L3
@@ -172,29 +172,29 @@ class HCacheStorage(HiCacheStorage):
         if not self.backups.on or self._tier.shares or not operation.prefix_keys:
             return True
         with _catching("exists"):
-            before = self._pages(PoolName.KV, operation.prefix_keys) or ()
+            prefix = self._pages(PoolName.KV, operation.prefix_keys) or ()
             pages = len(operation.prefix_keys)
-            first = _leading(_all_parts(map(self._tier.local.exists, before), pages))
-            if first < pages:
+            stored = _count_leading(_all_parts(map(self._tier.local.exists, prefix), pages))
+            if stored < pages:
                 metrics.PAGES.count("dropped_without_beginning", len(operation.hash_value))
-                self.backups.holes[operation.id] = first
+                self.backups.holes[operation.id] = stored
                 return False
         return True
 
     def wrote(self, operation: Any) -> None:
-        """HiCache has written a node, in its thread."""
+        """HiCache has written a node, in its thread: publish events of the pages that L3 has."""
         if self.events is None:
             return
         keys, pages = operation.hash_value, self._pages(PoolName.KV, operation.hash_value)
         if pages is not None:
-            there = _all_parts(map(self._tier.local.exists, pages), len(keys))
-            self.events.stored(keys, there, operation.prefix_keys or (), operation.token_ids)
+            present = _all_parts(map(self._tier.local.exists, pages), len(keys))
+            self.events.note_stored(keys, present, operation.prefix_keys or (), operation.token_ids)
 
-    def _evicted(self, names: Sequence[PageName]) -> None:
+    def _note_evicted(self, names: Sequence[PageName]) -> None:
         with _catching("events"):
             if self.events is not None:
-                ours = self._namespaces(PoolName.KV)  # pages of other pools have the same keys
-                self.events.evicted([name.key for name in names if name.namespace in ours])
+                of_kv = self._namespaces(PoolName.KV)  # pages of other pools have the same keys
+                self.events.note_evicted([name.key for name in names if name.namespace in of_kv])
 
     # SGLang uses no single values with ``interface_v1``.
     def exists(self, key: str) -> bool:
@@ -251,10 +251,10 @@ class HCacheStorage(HiCacheStorage):
                 for part, pieces in zip(pages, buffers.parts, strict=True):
                     self._tier.put(part, pieces)
 
-    def _forget_damaged(self, transfer: PoolTransfer, before: Sequence[str]) -> None:
+    def _forget_damaged(self, transfer: PoolTransfer, prefix: Sequence[str]) -> None:
         """A window or a state at the end of a hit did not come. Read those before it, the last one
         first, up to one that is whole. The store forgets the others: the next hit ends there."""
-        chain, size = [*before, *(transfer.keys or ())], len(transfer.keys or ())
+        chain, size = [*prefix, *(transfer.keys or ())], len(transfer.keys or ())
         with _catching("get"):
             while lengths := _usable_lengths(self._exists(chain, transfer.name), transfer):
                 keys = chain[max(0, max(lengths) - size) : max(lengths)]
@@ -274,19 +274,19 @@ class HCacheStorage(HiCacheStorage):
         return any(map(all, zip(*map(self._tier.exists, near), strict=True)))
 
     def _exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
-        found = [False] * len(keys)
+        present = [False] * len(keys)
         if not self._promises_hits:
             metrics.LOOKUPS.count("not_promised", len(keys))
-            return found
+            return present
         with _catching("exists"):
             pages = self._pages(pool, keys)
             if pages is None:
                 metrics.LOOKUPS.count("suspended", len(keys))
-                return found
-            found = _all_parts(map(self._tier.exists, pages), len(keys))
-            metrics.LOOKUPS.count("found", sum(found))
-            metrics.LOOKUPS.count("absent", len(found) - sum(found))
-        return found
+                return present
+            present = _all_parts(map(self._tier.exists, pages), len(keys))
+            metrics.LOOKUPS.count("found", sum(present))
+            metrics.LOOKUPS.count("absent", len(present) - sum(present))
+        return present
 
     def _pages(
         self, pool: str, keys: Sequence[str], extra: _Extra = None, **rank: object
@@ -297,9 +297,10 @@ class HCacheStorage(HiCacheStorage):
         if weights is None or weights.suspended is not None:
             return None
         pages, parts = self._pools[pool], range(self._pools[pool].parts)
-        own, before, alone = list(PageKeys(keys)), PageKeys(_prefix(extra)), pool in self._windows
+        page_keys, prefix = list(PageKeys(keys)), PageKeys(_prefix(extra))
+        alone = pool in self._windows
         names = enumerate(self._namespace(pool, part, weights, **rank) for part in parts)
-        return [Pages(pages, part, name, own, before, alone) for part, name in names]
+        return [Pages(pages, part, name, page_keys, prefix, alone) for part, name in names]
 
     def _namespace(self, pool: str, part: int, weights: Weights, **rank: object) -> bytes:
         if self._runtime.pages.own and pool == PoolName.KV:
@@ -320,6 +321,7 @@ class HCacheStorage(HiCacheStorage):
         ]
 
     def _count_tokens(self, **pages: int) -> None:
+        """Count the tokens of ``pages``, by what came of them; or all by why L3 serves none."""
         weights, instead = self._weights.present, None if self._promises_hits else "not_promised"
         if weights is None or weights.suspended is not None:
             instead = "suspended"
@@ -353,8 +355,8 @@ def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> list[str]:
     return list(extra_info.prefix_keys or ()) if extra_info else []
 
 
-def _leading(found: Sequence[bool]) -> int:
-    return [*found, False].index(False)
+def _count_leading(flags: Sequence[bool]) -> int:
+    return [*flags, False].index(False)
 
 
 def _all_parts(parts: Iterable[Sequence[bool]], pages: int) -> list[bool]:
@@ -364,6 +366,6 @@ def _all_parts(parts: Iterable[Sequence[bool]], pages: int) -> list[bool]:
 def _usable_lengths(present: Sequence[bool], transfer: PoolTransfer) -> set[int]:
     """Lengths of prefixes that have all their pages of this pool, by its policy."""
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-        return set(range(1, _leading(present) + 1))
+        return set(range(1, _count_leading(present) + 1))
     window = max(1, len(transfer.keys or ()))
     return {end for end in range(1, len(present) + 1) if all(present[max(0, end - window) : end])}

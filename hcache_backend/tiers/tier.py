@@ -59,7 +59,7 @@ class Pages(NamedTuple):
     prefix: Sequence[bytes] = ()  # keys of the pages before them
     alone: bool = False  # they are of use without these
 
-    def some(self, numbers: Sequence[int]) -> Pages:
+    def pick(self, numbers: Sequence[int]) -> Pages:
         return self._replace(keys=[self.keys[number] for number in numbers])
 
     def names(self) -> list[PageName]:
@@ -100,28 +100,28 @@ class LocalTier(Tier):
     def get(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]:
         start = time.perf_counter()
         with metrics.timed("l3_read"):
-            found = self.store.get(pages.namespace, pages.keys, memory, shard=pages.pool.shard)
-        self._note("prefetch", memory, found, start)
-        metrics.PAGES.count("read", sum(found))
-        metrics.PAGES.count("missed", len(found) - sum(found))
-        return found
+            arrived = self.store.get(pages.namespace, pages.keys, memory, shard=pages.pool.shard)
+        self._note("prefetch", memory, arrived, start)
+        metrics.PAGES.count("read", sum(arrived))
+        metrics.PAGES.count("missed", len(arrived) - sum(arrived))
+        return arrived
 
     def put(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]:
-        start, (pool, _, namespace, keys, prefix, alone) = time.perf_counter(), pages
+        start = time.perf_counter()
         with self._writing:
             if self._quarantined:
-                metrics.PAGES.count("dropped_suspended", len(keys))
-                return [False] * len(keys)
+                metrics.PAGES.count("dropped_suspended", len(pages.keys))
+                return [False] * len(pages.keys)
             with metrics.timed("l3_write"):
                 stored = self.store.put(
-                    namespace,
-                    keys,
+                    pages.namespace,
+                    pages.keys,
                     memory,
-                    prefix=prefix,
-                    alone=alone,
-                    shard=pool.shard,
-                    table=pool.table,
-                    digests=pool.digests(memory),
+                    prefix=pages.prefix,
+                    alone=pages.alone,
+                    shard=pages.pool.shard,
+                    table=pages.pool.table,
+                    digests=pages.pool.digests(memory),
                 )
         self._note("backup", memory, stored, start)
         metrics.PAGES.count("written", sum(stored))
@@ -147,6 +147,7 @@ class LocalTier(Tier):
         return taken
 
     def _note(self, kind: str, memory: Sequence[Parts], done: list[bool], start: float) -> None:
+        """Add the pages that are ``done`` since ``start`` to what :meth:`take_stats` returns."""
         self._counters.publish()
         size = sum(part.nbytes for page in compress(memory, done) for part in page)
         rate = size / 1e9 / max(time.perf_counter() - start, 1e-9)  # SGLang wants GB/s
@@ -183,45 +184,46 @@ class SharedTier(Tier):
         metrics.SHARED.set(self._name, "answers")
 
     def exists(self, pages: Pages) -> list[bool]:
-        """Pages up to the first one that the backend lacks, or does not report in time. None if it
-        fails: a page that will not be read is not promised."""
+        """Pages up to the first one that the backend lacks, or does not report in time. No page if
+        it fails: a page that will not be read is not promised."""
         names = [name.value for name in pages.names()]
-        end, took, found = time.monotonic() + LOOK_UP_SECONDS, 0.0, 0
+        deadline, took, count = time.monotonic() + LOOK_UP_SECONDS, 0.0, 0
         with metrics.timed("shared_exists"):
-            # Otherwise the next part would perhaps not come in time.
-            while found < len(names) and (left := end - (began := time.monotonic())) >= 2 * took:
-                part = names[found : found + _LOOK_UP_PAGES]
-                asked = self._ask(self._looking, partial(self._backend.leading, part), left)
-                if asked is None:
-                    metrics.SHARED_PAGES.count("not_asked", len(names) - found)
+            # A part that would perhaps not come in time is not asked for.
+            while count < len(names) and (began := time.monotonic()) + 2 * took <= deadline:
+                part = names[count : count + _LOOK_UP_PAGES]
+                count_leading = partial(self._backend.count_leading, part)
+                leading = self._ask(self._looking, count_leading, deadline - began)
+                if leading is None:
+                    metrics.SHARED_PAGES.count("not_asked", len(names) - count)
                     return [False] * len(names)
-                metrics.SHARED_PAGES.count("found", asked)
-                metrics.SHARED_PAGES.count("absent", len(part) - asked)
-                found += asked
-                if asked < len(part):
+                metrics.SHARED_PAGES.count("found", leading)
+                metrics.SHARED_PAGES.count("absent", len(part) - leading)
+                count += leading
+                if leading < len(part):
                     break
                 took = time.monotonic() - began
             else:
-                metrics.SHARED_PAGES.count("not_asked", len(names) - found)
-        return [True] * found + [False] * (len(names) - found)
+                metrics.SHARED_PAGES.count("not_asked", len(names) - count)
+        return [True] * count + [False] * (len(names) - count)
 
     def get(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]:
         names = pages.names()
-        found: list[bool] = []
+        hits: list[bool] = []
         with self._one_read, metrics.timed("shared_read"):
-            while len(found) < len(names):
-                part = names[len(found) : len(found) + self._part]
+            while len(hits) < len(names):
+                part = names[len(hits) : len(hits) + self._part]
                 values = [name.value for name in part]
                 get = partial(self._backend.get, values, range(len(part)))
-                came = self._ask(self._reading, get, self._backend.option.read_seconds)
-                if came is None:
+                arrived = self._ask(self._reading, get, self._backend.option.read_seconds)
+                if arrived is None:
                     break
-                for row, ok in enumerate(came):
-                    found.append(ok and self._take(row, part[row], memory[len(found)]))
-        metrics.SHARED_PAGES.count("read", sum(found))
-        metrics.SHARED_PAGES.count("missed", len(found) - sum(found))
-        metrics.SHARED_PAGES.count("not_asked", len(names) - len(found))
-        return found + [False] * (len(names) - len(found))
+                for row, ok in enumerate(arrived):
+                    hits.append(ok and self._take(row, part[row], memory[len(hits)]))
+        metrics.SHARED_PAGES.count("read", sum(hits))
+        metrics.SHARED_PAGES.count("missed", len(hits) - sum(hits))
+        metrics.SHARED_PAGES.count("not_asked", len(names) - len(hits))
+        return hits + [False] * (len(names) - len(hits))
 
     def put(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]:
         """Write pages until the backend is late, or the time for a batch is over."""
@@ -230,10 +232,10 @@ class SharedTier(Tier):
         with self._one_write, metrics.timed("shared_write"):
             while len(stored) < len(names) and time.monotonic() < deadline:
                 part = slice(len(stored), len(stored) + self._part)
-                taken = None if self._quarantined else self._write(names[part], memory[part])
-                if taken is None:
+                flags = None if self._quarantined else self._write(names[part], memory[part])
+                if flags is None:
                     break
-                stored += taken
+                stored += flags
         metrics.SHARED_PAGES.count("written", sum(stored))
         metrics.SHARED_PAGES.count("not_written", len(names) - sum(stored))
         return stored + [False] * (len(names) - len(stored))
@@ -254,7 +256,7 @@ class SharedTier(Tier):
             stored = 0
             with metrics.catching("storage_set", "pages of the shared L3 are not kept"):
                 if generation == self._generation:
-                    stored = sum(tier.put(pages.some(range(count)), copies))
+                    stored = sum(tier.put(pages.pick(range(count)), copies))
             self._room.release(count)
             metrics.SHARED_PAGES.count("kept", stored)
             metrics.SHARED_PAGES.count("not_kept", len(memory) - stored)
@@ -320,7 +322,7 @@ class SharedTier(Tier):
     def _is_left_alone(self, what: str) -> bool:
         """Whether ``what``, "reads" or "writes", failed or was late a moment ago, or still runs."""
         calls = (self._writing,) if what == "writes" else (self._looking, self._reading)
-        return time.monotonic() < self._rest_until[what] or any(some.hangs for some in calls)
+        return time.monotonic() < self._rest_until[what] or any(thread.hangs for thread in calls)
 
     def _ask(
         self, calls: BoundedCalls, work: Callable[[], _Result], seconds: float
@@ -329,19 +331,19 @@ class SharedTier(Tier):
         what = "writes" if calls is self._writing else "reads"
         if self._is_left_alone(what):
             return None
-        found = problem = None
+        result = problem = None
         try:
-            found = calls.call(work, seconds)
+            result = calls.call(work, seconds)
         except Exception as error:
             failed = "" if isinstance(error, GivenUp) else f"failed: {type(error).__name__}: "
             problem = f"{failed}{error}; no {what} for {REST_SECONDS:.0f} s"
             self._rest_until[what] = time.monotonic() + REST_SECONDS
             metrics.PROBLEMS.count("shared_silent")
-        self._note(what, problem)
-        return found
+        self._note_state(what, problem)
+        return result
 
-    def _note(self, work: str, problem: str | None) -> None:
-        """Note the state of ``reads`` or ``writes``: a problem, or None."""
+    def _note_state(self, work: str, problem: str | None) -> None:
+        """Log and publish a change of the state of ``work`` ("reads" or "writes"); None: well."""
         with self._noting:
             if (work in self.failing) == (problem is not None):
                 return
@@ -396,38 +398,38 @@ class Tiered(Tier):
 
     def exists(self, pages: Pages) -> list[bool]:
         """Pages of the shared tier count only up to the first page that no tier has."""
-        here = self.local.exists(pages)
+        present = self.local.exists(pages)
         if self._shared is None:
-            return here
+            return present
         self._l3.may_take_longer(LOOK_UP_SECONDS)
-        absent = [number for number, found in enumerate(here) if not found]
-        count = sum(self._shared.exists(pages.some(absent))) if absent else 0
+        absent = [number for number, is_present in enumerate(present) if not is_present]
+        count = sum(self._shared.exists(pages.pick(absent))) if absent else 0
         for number in absent[:count]:
-            here[number] = True
+            present[number] = True
         if pages.part == 0:  # each page counts once
-            end = [*here, False].index(False)
+            end = [*present, False].index(False)
             start = 0 if self.found_shared else absent[0] if count else end
             self.found_shared += end - start
-        return here
+        return present
 
     def get(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]:
-        found, start = self.local.get(pages, memory), time.monotonic()
-        missing = [number for number, here in enumerate(found) if not here]
+        arrived, start = self.local.get(pages, memory), time.monotonic()
+        missing = [number for number, is_here in enumerate(arrived) if not is_here]
         if self._shared is None or not missing:
-            return found
-        came = self._shared.get(pages.some(missing), [memory[number] for number in missing])
-        verified = list(compress(missing, came))
+            return arrived
+        hits = self._shared.get(pages.pick(missing), [memory[number] for number in missing])
+        verified = list(compress(missing, hits))
         for number in verified:
-            found[number] = True
-        end = [*found, False].index(False)
+            arrived[number] = True
+        end = [*arrived, False].index(False)
         count = sum(number < end for number in verified) if pages.part == 0 else 0
         tokens = count * pages.pool.host_pool.page_size
         seconds, gave_up = time.monotonic() - start, "reads" in self._shared.failing
         self._l3.came_from_shared(tokens, seconds, gave_up=gave_up)
         if verified:
-            kept = pages.some(verified)._replace(prefix=[*pages.prefix, *pages.keys[: verified[0]]])
+            kept = pages.pick(verified)._replace(prefix=[*pages.prefix, *pages.keys[: verified[0]]])
             self._shared.keep_in(kept, [memory[number] for number in verified], self.local)
-        return found
+        return arrived
 
     def put(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]:
         stored = self.local.put(pages, memory)

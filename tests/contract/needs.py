@@ -59,7 +59,7 @@ def needs_of(files: Iterable[Path]) -> dict[str, Any]:
 
 def _override(ours: Subclass) -> Mapping[str, Any]:
     takes = {
-        name: asdict(Parameters.of(ours.methods[name], bound=True))
+        name: asdict(Parameters.of_function(ours.methods[name], bound=True))
         for name in sorted(seams.OVERRIDDEN.get(ours.name, ()))
         if name in ours.methods
     }

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hcache_backend.contract.check import Contract, Found
+from hcache_backend.contract.check import Contract, ContractResult
 from hcache_backend.contract.source import Definition, Source
 from hcache_backend.sglang import arguments, model_runner, radix_cache
 from hcache_backend.sglang.compat import SUPPORTED
@@ -45,14 +45,14 @@ def test_the_package_says_all_that_it_needs() -> None:
 
 
 def test_every_seam_is_there(sglang: Source) -> None:
-    seams, problems = Contract(sglang).found()
+    seams, problems = Contract(sglang).check()
     assert not problems, HINT
     assert seams > 400
 
 
 def test_the_stand_ins_of_tests_meet_what_is_there(sglang: Source) -> None:
     needs = needs_of(STAND_INS) | {"attributes": {}}  # their names are other things
-    assert not Contract(sglang, needs).found().problems
+    assert not Contract(sglang, needs).check().problems
 
 
 CONTROLLER = "srt/mem_cache/hybrid_cache/hybrid_cache_controller.py"
@@ -90,7 +90,7 @@ def test_what_another_version_has_not_is_named(
     assert len(problems) < 12, "the fault is named, not everything"
 
 
-def changed(newest: Source, folder: Path, file: str, before: str, after: str) -> Found:
+def changed(newest: Source, folder: Path, file: str, before: str, after: str) -> ContractResult:
     """The contract with a copy of the newest version in which a file differs."""
     shutil.copytree(newest.root / "sglang", folder / "sglang", copy_function=linked)
     path = folder / "sglang" / file
@@ -98,7 +98,7 @@ def changed(newest: Source, folder: Path, file: str, before: str, after: str) ->
     assert before in text
     path.unlink()
     path.write_text(text.replace(before, after))
-    return Contract(Source(folder)).found()
+    return Contract(Source(folder)).check()
 
 
 def linked(original: str, copy: str) -> None:

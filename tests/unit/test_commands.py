@@ -15,7 +15,7 @@ from hcache_backend.cli import common, doctor, metrics_page, store
 from hcache_backend.cli.common import human_bytes
 from hcache_backend.cli.main import app
 from hcache_backend.config import OUR_BACKEND, ConfigError, parse_config, start_config
-from hcache_backend.contract.check import Found
+from hcache_backend.contract.check import ContractResult
 from hcache_backend.format.page import PageLayout, StoredLayer, hidden_layer, kv_layer
 from hcache_backend.format.units import Segment, SegmentTable
 from hcache_backend.server_report import LayerGroup, ServerReport, read_report, write_report
@@ -47,12 +47,12 @@ def test_more_findings_than_are_shown_are_counted(capsys: pytest.CaptureFixture[
 def test_a_python_without_sglang_or_without_our_plugin_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def missing() -> Found:
+    def missing() -> ContractResult:
         raise ModuleNotFoundError("SGLang is not installed")
 
-    monkeypatch.setattr(doctor.contract, "installed", missing)
+    monkeypatch.setattr(doctor.contract, "check_installed", missing)
     monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: [])
-    first, second, *_ = doctor._sglang()
+    first, second, *_ = doctor._check_sglang()
     assert (first.subject, "not installed" in first.detail) == ("SGLang", True)
     assert "not registered with SGLang" in second.detail
 
@@ -73,10 +73,10 @@ def test_the_doctor_looks_up_every_seam(
     said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(doctor.contract, "installed", lambda: Found(9, problems))
+    monkeypatch.setattr(doctor.contract, "check_installed", lambda: ContractResult(9, problems))
     monkeypatch.setattr(doctor, "sglang_version", lambda: version)
     monkeypatch.setattr(doctor, "untested", lambda: compat.untested(version))
-    found = doctor._seams()
+    found = doctor._check_seams()
     assert found.verdict == verdict and said in found.detail
 
 
@@ -248,7 +248,7 @@ def test_pages_that_are_there_are_room_for_pages(folder: Path, monkeypatch: Any)
     assert store.put(b"n" * 16, [bytes(32)], [[memoryview(bytearray(70_000))]]) == [True]
     store.close()
     config = parse_config({"dirs": [str(folder)], "quota_bytes": "2GiB"}, "test")
-    *_, quota = doctor._check_place(folder, config)
+    *_, quota = doctor._check_unwritten(folder, config)
     assert quota.detail.startswith("option 'quota_bytes' is 2.0 GiB, room 76.0 KiB: more than")
 
 
@@ -285,7 +285,7 @@ def test_doctor_looks_for_gpus(
         (tmp_path / "nvidia-smi").write_text(script)
         (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = next(iter(doctor._machine()))
+    found = next(iter(doctor._check_machine()))
     assert (found.subject, found.verdict) == ("GPU, driver", verdict)
     assert found.detail.startswith(said)
 
@@ -294,7 +294,7 @@ def test_doctor_knows_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch)
     def looked(limit: int, shared: int) -> dict[str, doctor.Check]:
         monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (limit, limit))
         monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: DiskUsage(shared, 0, shared))
-        return {check.subject: check for check in doctor._machine()}
+        return {check.subject: check for check in doctor._check_machine()}
 
     found = looked(8 << 20, 64 << 20)
     assert "GiB, of which" in found["host memory"].detail
@@ -386,7 +386,7 @@ def test_texts_are_shown_as_they_are(name: str, tmp_path: Path) -> None:
     assert status == 2 and f"{folder / name} is not a page store" in said
     with_title = Console(markup=False, width=500)
     with with_title.capture() as shown:
-        with_title.print(metrics_page.picture([{"url": name, "mode": name}]))
+        with_title.print(metrics_page.panels_of([{"url": name, "mode": name}]))
     assert shown.get().count(name) == 2
 
 

@@ -23,7 +23,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from bench.harness.options import hcache_config
 from hcache_backend import metrics
 from hcache_backend.config import ConfigError
-from hcache_backend.contract.check import Found
+from hcache_backend.contract.check import ContractResult
 from hcache_backend.fingerprint import Weights
 from hcache_backend.projection.attention import ProjectionBatch, ProjectionReached
 from hcache_backend.sglang import (
@@ -243,11 +243,11 @@ def bootstrapped(monkeypatch: MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("option", "found", "reason"),
     [
-        ("checked", Found(9, ()), None),
-        ("checked", Found(9, ("Tree has no turn", "Pool.free: does not take 'x'")), "of 9 seams 2 "
-         "are missing: Tree has no turn; Pool.free: does not take 'x'"),
+        ("checked", ContractResult(9, ()), None),
+        ("checked", ContractResult(9, ("Tree has no turn", "Pool.free: does not take 'x'")),
+         "of 9 seams 2 are missing: Tree has no turn; Pool.free: does not take 'x'"),
         ("checked", OSError("gone"), "its sources could not be read: OSError('gone')"),
-        ("tested", Found(9, ()), "option 'sglang' is 'tested'"),
+        ("tested", ContractResult(9, ()), "option 'sglang' is 'tested'"),
         ("tested", OSError("not to be asked"), "option 'sglang' is 'tested'"),
     ],
 )  # fmt: skip
@@ -258,7 +258,7 @@ def test_a_version_that_nobody_tested_is_tried_if_all_seams_are_there(
     monkeypatch: MonkeyPatch,
     caplog: LogCaptureFixture,
 ) -> None:
-    def installed() -> Found:
+    def check_installed() -> ContractResult:
         if isinstance(found, Exception):
             raise found
         return found
@@ -266,7 +266,7 @@ def test_a_version_that_nobody_tested_is_tried_if_all_seams_are_there(
     reasons: list[str | None] = []
     before = hooks_on(resolve_name(ATTENTION.target))
     monkeypatch.setattr(compat, "sglang_version", lambda: "0.5.99")
-    monkeypatch.setattr(attach.contract, "installed", installed)
+    monkeypatch.setattr(attach.contract, "check_installed", check_installed)
     monkeypatch.setenv("HCACHE_CONFIG", json.dumps({"sglang": option}))
     monkeypatch.setattr(
         "hcache_backend.start.build.OwnPagesStrategy",

@@ -412,14 +412,14 @@ def stored_runs(taken: list[Any]) -> list[tuple[list[int], int | None, list[int]
 
 def test_pages_that_were_not_stored_have_no_event() -> None:
     told = events.L3Events(2)
-    told.stored(KEYS[1:5], [True, False, True, True], KEYS[:1], range(8))
+    told.note_stored(KEYS[1:5], [True, False, True, True], KEYS[:1], range(8))
     taken = told.take_events()
     assert {type(event) for event in taken} == {BlockStored}
     assert stored_runs(taken) == [
         ([HASHES[1]], HASHES[0], [0, 1]),
         ([HASHES[3], HASHES[4]], HASHES[2], [4, 5, 6, 7]),
     ]
-    told.stored(KEYS[:1], [True], [], range(2))
+    told.note_stored(KEYS[:1], [True], [], range(2))
     assert stored_runs(told.take_events()) == [([HASHES[0]], None, [0, 1])]
     assert told.take_events() == []
 
@@ -427,10 +427,10 @@ def test_pages_that_were_not_stored_have_no_event() -> None:
 def test_events_wait_up_to_a_bound(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(events, "_MOST_PAGES", 3)
     told = events.L3Events(2)
-    told.evicted([])
-    told.evicted([bytes.fromhex(key) for key in KEYS[:2]])
-    told.stored(KEYS[:2], [True, True], [], range(4))
-    told.evicted([bytes.fromhex(KEYS[4])])
+    told.note_evicted([])
+    told.note_evicted([bytes.fromhex(key) for key in KEYS[:2]])
+    told.note_stored(KEYS[:2], [True, True], [], range(4))
+    told.note_evicted([bytes.fromhex(KEYS[4])])
     taken = told.take_events()
     assert [type(event) for event in taken] == [BlockRemoved, BlockRemoved]
     assert [event.block_hashes for event in taken] == [HASHES[:2], HASHES[4:5]]

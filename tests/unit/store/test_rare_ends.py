@@ -105,7 +105,7 @@ def test_a_damaged_file_that_cannot_be_deleted_stays_in_the_index(
     monkeypatch.setattr(held.ops, "unlink", broken(errno.EROFS))
     found = verify_folder(held, repair=True)
     assert (len(found.damaged), found.repaired) == (1, 0)
-    assert held.index.totals().pages == 1
+    assert held.index.totals().files == 1
 
 
 def test_a_page_that_was_replaced_meanwhile_is_not_deleted(page: Path, held: Folder) -> None:
@@ -173,7 +173,7 @@ def test_an_index_that_cannot_be_opened_is_an_error(
 def test_a_damaged_index_is_made_anew_when_it_can_be(
     store: PageStore, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk.failed("index", sqlite3.DatabaseError("database disk image is malformed"))
+    disk.note_failure("index", sqlite3.DatabaseError("database disk image is malformed"))
     with disk.use() as held:
         monkeypatch.setattr(held, "set_index_aside", broken(errno.EIO))
     look_after(store)
@@ -198,9 +198,9 @@ def test_a_boot_that_is_not_known_is_always_the_same(monkeypatch: pytest.MonkeyP
 def test_a_lock_is_waited_for_by_threads_and_by_none_that_only_looks(tmp_path: Path) -> None:
     with (tmp_path / "lock").open("w") as file:
         lock = FolderLock(file.fileno())
-        with lock.held(1), pytest.raises(TimeoutError), lock.held(0.0):
+        with lock.hold(1), pytest.raises(TimeoutError), lock.hold(0.0):
             pass
-        with FolderLock(None).held(0.0):
+        with FolderLock(None).hold(0.0):
             pass
 
 
@@ -220,7 +220,7 @@ def test_batches_follow_the_time_that_they_take_and_let_others_between(
 
         def batch_after(size: int, seconds: float, *, idle: float = 1.0) -> int:
             clock[0] += idle
-            with lock.held(1, batch=size):
+            with lock.hold(1, batch=size):
                 clock[0] += seconds
             return lock.batch
 
@@ -284,7 +284,7 @@ def test_many_pages_are_written_in_groups(
 
 def test_too_many_open_files_are_no_fault_of_the_disk(disk: Disk) -> None:
     for _ in range(20):
-        disk.failed("use", OSError(errno.EMFILE, "too many open files"))
+        disk.note_failure("use", OSError(errno.EMFILE, "too many open files"))
     assert disk.is_online()
 
 
