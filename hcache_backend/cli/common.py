@@ -22,7 +22,7 @@ from hcache_backend.plan.model_shape import DSAType, PlannedCodec, dsa_rows
 from hcache_backend.server_report import ServerReport
 from hcache_backend.store import is_store_folder
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 SERVER = "http://127.0.0.1:30000"
 FOLDERS_HELP = "Folders of the store. Default: `dirs` of HCACHE_CONFIG, otherwise a server's."
@@ -68,10 +68,10 @@ class Failure(Exception):
 
 def settings(*dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
     """The options of the environment, and over them those of a command. Raises ConfigError."""
-    given = {name: value for name, value in options.items() if value is not None}
+    values = {name: value for name, value in options.items() if value is not None}
     if folders := [path.absolute() for paths in dirs for path in paths or ()]:
-        given["dirs"] = folders
-    return parse_config(given, "hcache", options_from_environment())
+        values["dirs"] = folders
+    return parse_config(values, "hcache", options_from_environment())
 
 
 def existing_store(*dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
@@ -83,7 +83,7 @@ def existing_store(*dirs: Sequence[Path] | None, **options: object) -> HCacheCon
     return config
 
 
-def counted(help: str) -> Any:
+def quantity(help: str) -> Any:
     """An option whose value is a number of things."""
     return Option(parser=_count, metavar="COUNT", help=help)
 
@@ -97,8 +97,8 @@ def _count(text: object) -> int:
 
 
 def served_model(path: Path, tp: int = 1, kv: DSAType = "auto", on: str = "") -> model_config.Model:
-    """A model; of DSA with rows of ``kv``, ``on`` a GPU of that name. Raises a Failure if ``tp``
-    ranks cannot divide its heads, or it cannot have ``kv``."""
+    """A model; of DSA with rows of ``kv`` as ``on`` a device of that name. Raises a Failure if
+    ``tp`` ranks cannot divide its heads, or it cannot have ``kv``."""
     model = model_config.read_model(path)
     shape = model.shape
     if shape.heads % tp:
@@ -111,13 +111,13 @@ def served_model(path: Path, tp: int = 1, kv: DSAType = "auto", on: str = "") ->
 
 
 def output(
-    found: _Found, as_json: bool, show: Callable[[_Found], object], failed: bool = False
+    result: _Result, as_json: bool, show: Callable[[_Result], object], failed: bool = False
 ) -> None:
     """Print a command's result as JSON, or let ``show`` print it; status 1 if it ``failed``."""
     if as_json:
-        echo(json.dumps(found, indent=2))
+        echo(json.dumps(result, indent=2))
     else:
-        show(found)
+        show(result)
     if failed:
         raise Exit(1)
 
@@ -177,9 +177,9 @@ def describe_server(report: ServerReport) -> str:
         parts.append(f"layers {numbers} {how}: {group.detail} ({group.exactness})")
     rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in report.tokens_per_second.items())
     unused = ", ".join(f"{what} ({why})" for what, why in report.unused.items())
-    more = {"recomputed layers": report.recomputation, "stored": report.partition}
-    more |= {"shared L3": report.shared, "not used": unused, "tokens per second": rates}
-    return "; ".join(parts + [f"{name}: {value}" for name, value in more.items() if value])
+    fields = {"recomputed layers": report.recomputation, "stored": report.partition}
+    fields |= {"shared L3": report.shared, "not used": unused, "tokens per second": rates}
+    return "; ".join(parts + [f"{name}: {value}" for name, value in fields.items() if value])
 
 
 def progress_bar(*, hidden: bool) -> Progress:

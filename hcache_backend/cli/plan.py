@@ -49,7 +49,7 @@ def plan(
     model: common.Model,
     hardware: Annotated[str, Option("--hardware", "-w", help=f"A profile's file, or {_NAMES}.")],
     ssds: Annotated[int | None, Option(min=0, help="Of L3, 6.9 GB/s each; 0: host memory.")] = None,
-    tokens: Annotated[int, common.counted("Tokens to restore.")] = 1024,
+    tokens: Annotated[int, common.quantity("Tokens to restore.")] = 1024,
     tp: common.Ranks = 1,
     restore: Annotated[RestorePath, Option(help="Option `restore` of the server.")] = "auto",
     codec: common.Codec = "auto",
@@ -101,31 +101,31 @@ def _machine(result: PartitionPlan) -> str:
     return f"{devices} ({result.profile.source}), {l3}"
 
 
-def _ways(result: PartitionPlan) -> list[tuple[str, PartitionPlan, str]]:
-    """Ways to serve a hit: title, plan and its choice."""
-    where, read = ("L3", "read, then ") if result.profile.l3 else ("host memory", "")
-    ways = [
+def _methods(result: PartitionPlan) -> list[tuple[str, PartitionPlan, str]]:
+    """The methods to serve a hit: a title, a plan, and one of its choices."""
+    tier, read = ("L3", "read, then ") if result.profile.l3 else ("host memory", "")
+    methods = [
         ("this backend", result, "mix"),
-        (f"SGLang's own {where} (plain {result.model.cached}, {read}loaded)", result.plain, "kv"),
+        (f"SGLang's own {tier} (plain {result.model.cached}, {read}loaded)", result.plain, "kv"),
         ("computed", result, "recompute"),
         ("hidden states only", result, "hidden"),
     ]
-    return [way for way in ways if way[-1] in result.choices]
+    return [method for method in methods if method[-1] in result.choices]
 
 
 def _show(result: PartitionPlan, start: list[StartStep], notes: list[str], path: Path) -> None:
     model, plain = result.model, result.plain.model
     methods = table("", "", "bytes/token#", "of plain#", "time, ms#", "times ours#", "limited by")
-    for title, way, name in _ways(result):
-        size, seconds = way.bytes_per_token(name), way.seconds(name)
+    for title, plan, choice in _methods(result):
+        size, seconds = plan.bytes_per_token(choice), plan.seconds(choice)
         share, times = size / result.plain.bytes_per_token("kv"), seconds / result.seconds("mix")
         cells = f"{size:,}", f"{share:.2f}", f"{seconds * 1e3:,.1f}", f"{times:.2f}"
-        methods.add_row(title, *cells, way.binds(name))
+        methods.add_row(title, *cells, plan.binds(choice))
     lengths = table("", "hits of tokens#", "layers recomputed#", "time, ms#", "such hits are")
     for count in LENGTHS:
-        at = result.at_length(count)
-        served = "computed instead" if at["refused"] else "restored"
-        lengths.add_row(f"{count:,}", f"{at['recompute_layers']}", f"{at['ms']:,.1f}", served)
+        hit = result.at_length(count)
+        served = "computed instead" if hit["refused"] else "restored"
+        lengths.add_row(f"{count:,}", f"{hit['recompute_layers']}", f"{hit['ms']:,.1f}", served)
     steps = table("", "a start, computed", "s#", "at")
     for step in start:
         steps.add_row(step.name, f"{step.seconds:,.1f}", step.often)
@@ -234,7 +234,7 @@ def page_layout(
     codec: PlannedCodec = "auto",
     tp: int = 1,
 ) -> PageLayout:
-    """Of the first rank's pages; arguments as of :func:`sizing`."""
+    """The layout of the first rank's pages; arguments as of :func:`sizing`."""
     from hcache_backend.restore.exchange import shard_of_rank
 
     heads = _heads_of_rank(model, tp)
@@ -242,9 +242,9 @@ def page_layout(
     kv_bytes = stored.kv_bytes * heads // model.kv_heads
     shard = shard_of_rank(0, tp, page_size)
     hidden = hidden_layer(page_size, stored.hidden_bytes, model.hidden)
-    kv_length, both = page_size * kv_bytes * shard.of, model.head_dim + model.value_dim
+    length, widths = page_size * kv_bytes * shard.of, model.head_dim + model.value_dim
     segments = (
-        Segment(kv_length * width // both, shard.of, units_per_group(page_size, heads * width))
+        Segment(length * width // widths, shard.of, units_per_group(page_size, heads * width))
         for width in (model.head_dim, model.value_dim)
     )
     kv = StoredLayer(tuple(segments))
@@ -283,25 +283,29 @@ def sizing(
     KV pool has ``device_tokens`` (SGLang's ``max_total_num_tokens``)."""
     layout = page_layout(model, dtype, partition, page_size=page_size, codec=codec, tp=tp)
     shard, plain = layout.shard, model.kv_bytes * _heads_of_rank(model, tp) // model.kv_heads
-    files = shard.of if model.latent or not partition.kv else tp  # K and V are a rank's own heads
-    pages, given = conversations * (tokens // page_size), device_tokens or 0
-    page_bytes = layout.stride  # in host memory
+    pages = conversations * (tokens // page_size)
+    # K and V are a rank's own heads.
+    files = pages * (shard.of if model.latent or not partition.kv else tp)
     # SGLang's pool has a page more than it gives out.
-    on_device, pool = given // page_size + 1, given * (partition.layers * plain + model.index_bytes)
-    shadows = on_device * bool(partition.hidden)
-    host_bytes = (pages + shadows) * page_bytes
-    least_bytes = max(host_bytes, pool + page_bytes, (on_device + shadows) * page_bytes)
-    ratio = least_bytes / pool if pool else None
-    host = shadows, host_bytes, least_bytes, ratio
-    file_bytes, files = file_layout(layout.table, shard).file_bytes, pages * files
-    return Sizing(layout.page_bytes, pages, *host, file_bytes, files, files * file_bytes)
+    device_pages = (device_tokens or 0) // page_size + 1
+    pool_bytes = (device_tokens or 0) * (partition.layers * plain + model.index_bytes)
+    shadows = device_pages * bool(partition.hidden)
+    page_bytes, stride = layout.page_bytes, layout.stride
+    host_bytes = (pages + shadows) * stride
+    least_bytes = max(host_bytes, pool_bytes + stride, (device_pages + shadows) * stride)
+    ratio = least_bytes / pool_bytes if pool_bytes else None
+    file_bytes = file_layout(layout.table, shard).file_bytes
+    disk_bytes = files * file_bytes
+    return Sizing(
+        page_bytes, pages, shadows, host_bytes, least_bytes, ratio, file_bytes, files, disk_bytes
+    )
 
 
 def size(
     model: Annotated[Path, Argument(help=common.MODEL_HELP)],
-    conversations: Annotated[int, common.counted("Conversations to keep.")],
-    tokens: Annotated[int, common.counted("Tokens of each conversation.")],
-    device_tokens: Annotated[int | None, common.counted("Tokens in the GPU's KV pool.")] = None,
+    conversations: Annotated[int, common.quantity("Conversations to keep.")],
+    tokens: Annotated[int, common.quantity("Tokens of each conversation.")],
+    device_tokens: Annotated[int | None, common.quantity("Tokens in the GPU's KV pool.")] = None,
     mode: Annotated[Mode, Option(help="Option `mode` of the server.")] = "auto",
     codec: common.Codec = "auto",
     kv: common.KVType = "auto",
@@ -316,26 +320,26 @@ def size(
     layers = shape.layers - (0 if sides is None else sides.layers)
     hidden = not (shape.latent or sides) and (mode == "hidden" or (mode == "auto" and smaller))
     partition = Partition(0, layers, 0) if hidden else Partition(0, 0, layers)
-    asked = {"conversations": conversations, "tokens": tokens, "device_tokens": device_tokens}
-    pages: dict[str, Any] = {**asked, "page_size": page_size, "codec": codec, "tp": tp}
-    found = sizing(shape, dtype, partition, **pages)
+    wanted = {"conversations": conversations, "tokens": tokens, "device_tokens": device_tokens}
+    arguments: dict[str, Any] = {**wanted, "page_size": page_size, "codec": codec, "tp": tp}
+    room = sizing(shape, dtype, partition, **arguments)
     # A quota of 0 would keep nothing, not even one page of a longer conversation.
-    quota = max(found.file_bytes, math.ceil(found.disk_bytes / folders))
-    gigabytes = math.ceil(found.least_bytes / 1e9)
-    memory = f"{found.host_bytes / 1e9:,.1f} GB per rank"
-    memory += f", {tp * found.host_bytes / 1e9:,.1f} GB for {tp} ranks" if tp > 1 else ""
+    quota = max(room.file_bytes, math.ceil(room.disk_bytes / folders))
+    gigabytes = math.ceil(room.least_bytes / 1e9)
+    memory = f"{room.host_bytes / 1e9:,.1f} GB per rank"
+    memory += f", {tp * room.host_bytes / 1e9:,.1f} GB for {tp} ranks" if tp > 1 else ""
     memory += f": --hicache-size {gigabytes}"
-    if found.ratio is not None:
-        memory += f" (or --hicache-ratio {math.ceil(10 * found.ratio) / 10})"
+    if room.ratio is not None:
+        memory += f" (or --hicache-ratio {math.ceil(10 * room.ratio) / 10})"
     lines = [
         f"{describe(partition, shape.latent)}; "
-        f"{found.page_bytes:,} bytes per {page_size}-token page and rank",
+        f"{room.page_bytes:,} bytes per {page_size}-token page and rank",
         f"Host memory for all of them: {memory}",
-        f"Disk: {found.disk_bytes / 1e9:,.1f} GB in {found.files:,} files: "
+        f"Disk: {room.disk_bytes / 1e9:,.1f} GB in {room.files:,} files: "
         f"quota_bytes {quota} for each of {folders} folder(s)",
         "Host memory only needs the conversations in use at once, and more than the GPU's pool.",
     ]
-    if not found.pages:
+    if not room.pages:
         lines.append(f"Nothing is stored: fewer than {page_size} tokens fill no page")
     if device_tokens is None:
         lines.append("Host memory must exceed the KV pool of the GPU: give --device-tokens")
@@ -348,4 +352,4 @@ def size(
             f"and reply, {sides.size:,} bytes"
         )
     options = {"hicache_size": gigabytes, "quota_bytes": quota, "sides": sides and sides.size}
-    common.output({**found._asdict(), **options}, as_json, lambda _: say(*lines))
+    common.output({**room._asdict(), **options}, as_json, lambda _: say(*lines))

@@ -97,9 +97,9 @@ class PageKeys(Sequence[bytes]):
     def __len__(self) -> int:
         return len(self._texts)
 
-    def __getitem__(self, place: Any) -> Any:
-        texts = self._texts[place]
-        return PageKeys(texts) if isinstance(place, slice) else key_bytes(texts)
+    def __getitem__(self, index: Any) -> Any:
+        texts = self._texts[index]
+        return PageKeys(texts) if isinstance(index, slice) else key_bytes(texts)
 
 
 def trailer(name: PageName, page: Parts) -> bytes:

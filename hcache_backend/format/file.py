@@ -61,10 +61,10 @@ class FileLayout:
         """Refuse, by a ValueError, memory or digests of another number than the file has."""
         digests = len(self.units) if memory.digests is None else len(memory.digests)
         if (self.payload_bytes, len(self.units)) != (memory.length, digests):
-            number, of = memory.shard
+            shard = f"shard {memory.shard.number} of {memory.shard.of}"
             raise ValueError(
-                f"memory of {memory.length} bytes and {digests} digests for shard {number} of {of} "
-                f"of a page; by its table it has {self.payload_bytes} and {len(self.units)}"
+                f"memory of {memory.length} bytes and {digests} digests for {shard} of a page; by "
+                f"its table it has {self.payload_bytes} and {len(self.units)}"
             )
 
 
@@ -102,7 +102,7 @@ def pack_header(
 def parse_header(data: memoryview) -> Header:
     """The header at the beginning of ``data``; a DamagedFileError unless it verifies."""
     header = bytes(data[: header_length(data)])
-    _, version, number, of, _, segment_count = _PREFIX.unpack_from(header)
+    _, version, number, shards, _, segment_count = _PREFIX.unpack_from(header)
     if version != VERSION:
         raise DamagedFileError(f"format version {version}; this is version {VERSION}")
     rest = header[: CHECKSUM.start] + header[CHECKSUM.stop :]
@@ -111,12 +111,12 @@ def parse_header(data: memoryview) -> Header:
     # From here on the bytes are what a writer meant.
     namespace, key, writer, _, _, unit_count, _ = _FIELDS.unpack_from(header, CHECKSUM.stop)
     end = _SEGMENTS_AT + page_units.PACKED_SEGMENT.size * segment_count
-    shard = Shard(number, of)
+    shard = Shard(number, shards)
     try:
         check_shard(shard)
         table = _table(header[_SEGMENTS_AT:end])
         # Counted before they are made: a writer may mean billions of them.
-        units = sum(s.pieces * max(1, s.groups // of) for s in table.segments)
+        units = sum(s.pieces * max(1, s.groups // shards) for s in table.segments)
         digests = struct.unpack_from(f"<{unit_count}Q", header, end)
         if units != unit_count:
             raise ValueError(f"{units} units and {unit_count} digests")
@@ -157,7 +157,7 @@ def runs_between(
     """Bytes and readings that bring ``part`` of the memory of ``target`` from a file of ``shard``.
     A group that several files have comes from the file whose part has the first of its eighths."""
     layout, wanted = file_layout(table, shard), file_layout(table, target).units
-    places = {unit.page_offset: unit.payload_offset for unit in wanted}
+    target_offsets = {unit.page_offset: unit.payload_offset for unit in wanted}
     runs: list[Run] = []
     total = end = 0
     for number, unit in enumerate(layout.units):
@@ -168,13 +168,13 @@ def runs_between(
             runs.append(Run(layout.header_bytes + unit.payload_offset, [], [], []))
         _, stretches, numbers, units = runs[-1]
         end = unit.payload_offset + unit.length
-        place = places[unit.page_offset]
-        if stretches and sum(stretches[-1]) == place:
+        offset = target_offsets[unit.page_offset]
+        if stretches and sum(stretches[-1]) == offset:
             start, length = stretches[-1]
             stretches[-1] = (start, length + unit.length)
         else:
-            stretches.append((place, unit.length))
+            stretches.append((offset, unit.length))
         numbers.append(number)
-        units.append(unit._replace(payload_offset=place))
+        units.append(unit._replace(payload_offset=offset))
         total += unit.length
     return total, runs

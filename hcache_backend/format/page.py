@@ -265,8 +265,8 @@ class PageLayout:
             token_ids: The page's tokens as the radix tree knows them, when the caller has them.
             segments: Look at shard and units too; not if the storage verified them.
         """
-        known = page[: PREFIX.size].tobytes() == self._prefix
-        layout = self.of_page(page) if known else None
+        is_ours = page[: PREFIX.size].tobytes() == self._prefix
+        layout = self.of_page(page) if is_ours else None
         if layout is None or page[self.tables_at].tobytes() != layout._tables:
             return "format"
         if page[NAMESPACE].tobytes() != namespace:
@@ -300,8 +300,8 @@ class PageLayout:
     def _entries(self) -> bytes:
         packed, slot = b"", 0
         for layer in self.layers:
-            at = slot if layer.segments else _NO_SLOT
-            packed += LAYER_ENTRY.pack(layer.method, at, layer.codec.encode())
+            first = slot if layer.segments else _NO_SLOT
+            packed += LAYER_ENTRY.pack(layer.method, first, layer.codec.encode())
             slot += len(layer.segments)
         return packed
 

@@ -130,7 +130,7 @@ def units_of(table: SegmentTable, shard: Shard = WHOLE) -> tuple[Unit, ...]:
 
 
 def units_per_group(tokens: int, values: int) -> int:
-    """Units of a group of ``tokens`` rows of ``values`` values."""
+    """Number of units of a group of ``tokens`` rows of ``values`` values."""
     fits = (n for n in range(1, tokens) if tokens % n == 0 and tokens // n * values <= UNIT_VALUES)
     return next(fits, tokens)
 
@@ -160,14 +160,14 @@ class PageMemory:
         """The memory of ``length`` bytes of the payload from ``start`` on."""
         if len(self.parts) == 1:
             return [self.parts[0][start : start + length]]
-        found, end = [], start + length
+        pieces, end = [], start + length
         number = bisect_right(self._ends, start)
         while start < end:
             part = self.parts[number]
             begin = start - (self._ends[number] - part.nbytes)
-            found.append(part[begin : begin + end - start])
-            start, number = start + found[-1].nbytes, number + 1
-        return found
+            pieces.append(part[begin : begin + end - start])
+            start, number = start + pieces[-1].nbytes, number + 1
+        return pieces
 
     @cached_property
     def _ends(self) -> list[int]:

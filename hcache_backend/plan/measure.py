@@ -94,28 +94,29 @@ class Bench:
     def points(self, operation: str) -> list[Point]:
         """Measure one of :data:`OPERATIONS`; OutOfMemoryError if the smallest sizes do not fit."""
         prepare: Prepare = getattr(self, f"_{operation}")()
-        found, start = list[Point](), time.perf_counter()
+        points, start = list[Point](), time.perf_counter()
         for tokens in _SIZES:
             try:
                 amount, work = prepare(tokens)
                 seconds = self._time(work, self.seconds / len(_SIZES))
             except torch.OutOfMemoryError:
-                if len(found) < _LEAST_POINTS:
+                if len(points) < _LEAST_POINTS:
                     raise
                 break
-            found.append(Point(tokens, amount, seconds))
-            left = self.seconds - (time.perf_counter() - start)
+            points.append(Point(tokens, amount, seconds))
+            remaining = self.seconds - (time.perf_counter() - start)
             # The next one has twice the tokens, and attention four times the work.
-            if len(found) >= _LEAST_POINTS and left < 4 * _LEAST_RUNS * found[-1].seconds:
+            if len(points) >= _LEAST_POINTS and remaining < 4 * _LEAST_RUNS * seconds:
                 break
-        return found
+        return points
 
-    def _time(self, work: Work, share: float) -> float:
-        """Seconds of the fastest call: other load of the machine only adds to it."""
+    def _time(self, work: Work, limit: float) -> float:
+        """Seconds of the fastest call of ``work`` within ``limit`` seconds, or of the first three:
+        other load of the machine only adds to it."""
         work()
         stream = current_stream(self.device)
-        times, until = list[float](), time.perf_counter() + share
-        while len(times) < _LEAST_RUNS or (len(times) < _MOST_RUNS and time.perf_counter() < until):
+        times, end = list[float](), time.perf_counter() + limit
+        while len(times) < _LEAST_RUNS or (len(times) < _MOST_RUNS and time.perf_counter() < end):
             stream.record().synchronize()
             start = time.perf_counter()
             work()
@@ -131,9 +132,9 @@ class Bench:
         def prepare(tokens: int) -> tuple[float, Work]:
             segment = PAGE * self.model.hidden * self.dtype.itemsize
             memory, turns = cold_pages(tokens, segment, self.device)
-            room = torch.empty((tokens // PAGE, segment), dtype=torch.uint8, device=self.device)
+            target = torch.empty((tokens // PAGE, segment), dtype=torch.uint8, device=self.device)
             size = tokens * self.model.hidden * self.dtype.itemsize
-            return size, lambda: gather_pages(memory, next(turns), segment, segment, room)
+            return size, lambda: gather_pages(memory, next(turns), segment, segment, target)
 
         return prepare
 
@@ -143,11 +144,11 @@ class Bench:
             memory, turns = cold_pages(tokens, PAGE * row, self.device)
             # The split into K, V and heads makes no difference.
             halves = (PAGE * (row // 2), PAGE * (row - row // 2))
-            how: dict[str, Any] = {"dtype": torch.uint8, "device": self.device}
-            pool = [torch.zeros((2 * pages, 1, 1, half), **how) for half in halves]
-            places = torch.randperm(2 * pages)[:pages].to(self.device)
+            empty = torch.zeros(0, dtype=torch.uint8, device=self.device)
+            pool = [empty.new_zeros((2 * pages, 1, 1, half)) for half in halves]
+            pool_pages = torch.randperm(2 * pages)[:pages].to(self.device)
             size = tokens * self.model.kv_width * self.dtype.itemsize
-            return size, lambda: gather_planes(memory, next(turns), 0, pool, places)
+            return size, lambda: gather_planes(memory, next(turns), 0, pool, pool_pages)
 
         return prepare
 
@@ -211,8 +212,8 @@ def measure(
         for operation in OPERATIONS:
             begin(operation)
             points[operation] = bench.points(operation)
-    rates: dict[str, Any] = {operation: fit(found) for operation, found in points.items()}
-    times = {name: tuple((p.tokens, p.seconds) for p in found) for name, found in points.items()}
+    rates: dict[str, Any] = {operation: fit(measured) for operation, measured in points.items()}
+    times = {name: tuple((p.tokens, p.seconds) for p in of_one) for name, of_one in points.items()}
     return Profile(
         device=device_name(bench.device),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -242,17 +243,17 @@ def read_rate(
     ops = ops or best_file_ops(config)
     piece = round_up(min(PAGE * model.layers * model.hidden_bytes, 16 << 20))
     with ExitStack() as stack:
-        files = [_written(stack, ops, path, piece, seconds, config) for path in config.dirs]
+        files = [_write_file(stack, ops, path, piece, seconds, config) for path in config.dirs]
         direct = all(file.io.alignment.flags for file in files)
-        return Rate(per_second=_read(files, piece, config.io_threads, seconds)), direct
+        return Rate(per_second=_read_files(files, piece, config.io_threads, seconds)), direct
 
 
-def _written(
+def _write_file(
     stack: ExitStack, ops: FileOps, path: Path, piece: int, seconds: float, config: HCacheConfig
 ) -> _TestFile:
-    """A file of up to 512 MiB that was written within ``seconds``; ``stack`` removes it."""
-    name = tempfile.TemporaryDirectory(prefix=".hcache-profile-", dir=existing_part(path))
-    folder = os.open(stack.enter_context(name), FOLDER)
+    """Write a file of up to 512 MiB, for ``seconds``; ``stack`` removes it."""
+    temporary = tempfile.TemporaryDirectory(prefix=".hcache-profile-", dir=existing_part(path))
+    folder = os.open(stack.enter_context(temporary), FOLDER)
     stack.callback(ops.close, folder)
     free = ops.free_bytes(folder) - config.min_free_bytes
     pieces = min(512 << 20, free) // piece
@@ -264,26 +265,27 @@ def _written(
     alignment = find_alignment(ops, folder, "alignment")
     fd = ops.open("pages", os.O_RDWR | os.O_CREAT | alignment.flags, folder)
     stack.callback(ops.close, fd)
-    room = memoryview(mmap.mmap(-1, piece))
-    room[:] = os.urandom(piece)
-    until, written = time.perf_counter() + seconds, 0
-    while written < pieces and (written < _LEAST_PIECES or time.perf_counter() < until):
-        move_all(ops.write, fd, [room], written * piece, piece)
+    buffer = memoryview(mmap.mmap(-1, piece))
+    buffer[:] = os.urandom(piece)
+    end, written = time.perf_counter() + seconds, 0
+    while written < pieces and (written < _LEAST_PIECES or time.perf_counter() < end):
+        move_all(ops.write, fd, [buffer], written * piece, piece)
         written += 1
     os.fdatasync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     return _TestFile(fd, written, PageIO(ops, alignment, round_up(min(piece, 4 << 20))))
 
 
-def _read(files: Sequence[_TestFile], piece: int, threads: int, seconds: float) -> float:
-    until = time.perf_counter() + seconds
+def _read_files(files: Sequence[_TestFile], piece: int, threads: int, seconds: float) -> float:
+    """Bytes per second of reads from all files at once, with ``threads`` for each."""
+    end = time.perf_counter() + seconds
 
     def work(file: _TestFile, numbers: Iterator[int]) -> int:
-        room, done = memoryview(mmap.mmap(-1, piece)), 0
+        buffer, done = memoryview(mmap.mmap(-1, piece)), 0
         for number in numbers:
-            file.io.read(file.fd, number * piece, [room])
+            file.io.read(file.fd, number * piece, [buffer])
             done += piece
-            if time.perf_counter() > until:
+            if time.perf_counter() > end:
                 break
         return done
 
@@ -294,5 +296,5 @@ def _read(files: Sequence[_TestFile], piece: int, threads: int, seconds: float) 
             # A random order defeats read-ahead; taking the next number is atomic.
             numbers = cycle(random.sample(range(file.pieces), file.pieces))
             readers += [pool.submit(work, file, numbers) for _ in range(threads)]
-        read = sum(reader.result() for reader in readers)
-    return read / (time.perf_counter() - start)
+        size = sum(reader.result() for reader in readers)
+    return size / (time.perf_counter() - start)

@@ -83,9 +83,10 @@ class Model(NamedTuple):
 
 def read_model(path: Path) -> Model:
     """The model of a ``config.json`` or a folder; raises ConfigError."""
-    fields = _Fields(*(given := _read(path)))
+    table, source = _read(path)
+    fields = _Fields(table, source)
     sides = _sides(fields)
-    shape = shape_from_config(*given, states=sides is not None)
+    shape = shape_from_config(table, source, states=sides is not None)
     return Model(shape, sides, _dtype(fields), _weight_bytes(fields, shape))
 
 
@@ -199,7 +200,7 @@ def _layer_types(fields: _Fields) -> list[str]:
 
 
 def _sides(fields: _Fields) -> Sides | None:
-    """None: there are none with a pool of their own, or their size is unknown."""
+    """None: there are no such layers with a pool of their own, or their size is unknown."""
     count = fields.integer("number of layers", _LAYERS)
     kinds = _layer_types(fields)[:count]  # Step-3.5's list has its draft layers, too
     pattern = fields.value("hybrid_layer_pattern")
@@ -210,7 +211,8 @@ def _sides(fields: _Fields) -> Sides | None:
         kinds = ["chunked_attention" if n % 4 else "full" for n in range(1, count + 1)]
     elif not kinds and interval:
         kinds = ["linear_attention" if n % interval else "full" for n in range(1, count + 1)]
-    windows, states = (sum(kind in of for kind in kinds) for of in (_WINDOW_LAYERS, _STATE_LAYERS))
+    windows = sum(kind in _WINDOW_LAYERS for kind in kinds)
+    states = sum(kind in _STATE_LAYERS for kind in kinds)
     if fields.value("linear_num_value_heads") and states:
         key_heads, key, value_heads, value, width = (
             fields.integer(name, (f"linear_{name}",)) for name in _DELTA_NET
@@ -250,10 +252,10 @@ def _index_bytes(fields: _Fields, loops: int) -> int:
     if fields.value("index_topk") is None:
         return 0
     layers = range(loops * fields.integer("number of layers", _LAYERS))
-    every = fields.integer("layers that share", ("cli_factor", "index_topk_freq"), 1)
+    period = fields.integer("layers that share", ("cli_factor", "index_topk_freq"), 1)
     least = 2 if fields.value("cli_factor") is None else 1
     first = fields.integer("first layers", ("index_skip_topk_offset",), least)
-    shared = [max(layer - first + 1, 0) % every > 0 for layer in layers]
+    shared = [max(layer - first + 1, 0) % period > 0 for layer in layers]
     kinds = fields.value("indexer_types") or fields.value("index_topk_pattern")
     if isinstance(kinds, (list, str)):
         shared = [kind in ("shared", "S") for kind in kinds[: len(layers)]]
@@ -261,8 +263,8 @@ def _index_bytes(fields: _Fields, loops: int) -> int:
 
 
 def _head_dim(fields: _Fields, hidden: int, heads: int) -> int:
-    if given := fields.integer("head size", _HEAD_DIM, 0):
-        return given
+    if head_dim := fields.integer("head size", _HEAD_DIM, 0):
+        return head_dim
     if hidden % heads:
         wide = f"hidden size {hidden} is no multiple of {heads} heads"
         raise fields.error(f"{wide}; 'head_dim' must say how wide a head is")
@@ -284,26 +286,28 @@ def _dtype(fields: _Fields) -> str:
     name = next((n for n in ("torch_dtype", "dtype") if fields.value(n) is not None), None)
     if name is None:
         return "float16"
-    if (found := _DTYPES.get(str(fields.value(name)).removeprefix("torch."))) is None:
+    if (dtype := _DTYPES.get(str(fields.value(name)).removeprefix("torch."))) is None:
         raise fields.wrong(name, f"must be one of {', '.join(_DTYPES)}")
-    return found
+    return dtype
 
 
 def _weight_bytes(fields: _Fields, shape: ModelShape) -> int:
     """Bytes on a GPU. SGLang has weights in 16 bits on a GPU, and those of layers in fewer if
     they are quantised. All methods name their bits, or their format."""
-    how = json.dumps(fields.value("quantization_config")).lower()
-    named = (n for n in (4, 8) if re.search(rf'bits": {n}\b|fp{n}|in_{n}bit": true', how))
-    every = shape.model_copy(update={"mlp_width": _mlp_width(fields, shape.hidden, every=True)})
+    method = json.dumps(fields.value("quantization_config")).lower()
+    named = (n for n in (4, 8) if re.search(rf'bits": {n}\b|fp{n}|in_{n}bit": true', method))
+    full = shape.model_copy(
+        update={"mlp_width": _mlp_width(fields, shape.hidden, all_experts=True)}
+    )
     layers = shape.layers // fields.integer("loops over the layers", _LOOPS, 1)
     words = fields.integer("number of words", ("vocab_size",), 0)
     embeddings = words * shape.hidden * (1 + (fields.value("tie_word_embeddings") is False))
-    values = layers * every.dense_flops // 2
+    values = layers * full.dense_flops // 2
     return values * next(named, 16) // 8 + 2 * embeddings
 
 
-def _mlp_width(fields: _Fields, hidden: int, *, every: bool = False) -> int:
-    """Inner width that a token passes, averaged over the layers; or that of ``every`` expert."""
+def _mlp_width(fields: _Fields, hidden: int, *, all_experts: bool = False) -> int:
+    """Inner width that a token passes, averaged over the layers; or that of ``all_experts``."""
     default = 4 * hidden if fields.family in _FOUR_WIDE else None
     experts = fields.integer("number of experts", _EXPERTS, 1)
     if experts == 1:
@@ -311,7 +315,8 @@ def _mlp_width(fields: _Fields, hidden: int, *, every: bool = False) -> int:
         return width // 2 if fields.family == "qwen" else width  # Qwen-1 counts gate and up as one
     expert = fields.integer("width of an expert", (*_EXPERT_WIDTH, *_MLP_WIDTH))
     dense = fields.integer("width of the MLP", ("intermediate_size_mlp", *_MLP_WIDTH), expert)
-    sparse = expert * (experts if every else fields.integer("number of active experts", _ACTIVE))
+    used = experts if all_experts else fields.integer("number of active experts", _ACTIVE)
+    sparse = expert * used
     if fields.family.startswith("longcat_flash"):  # experts beside every other dense MLP
         return dense + sparse // 2
     if shared := fields.integer("width of the shared expert", _SHARED_WIDTH, 0):

@@ -120,13 +120,13 @@ class ModelShape(BaseModel):
     @property
     def dense_products(self) -> list[tuple[int, int]]:
         """(before, after) widths of every product of a forward pass but attention."""
-        found = [*self.query_products, (self.hidden, self.kv_width)]
+        products = [*self.query_products, (self.hidden, self.kv_width)]
         if self.latent:
             key_dim = self.head_dim - self.latent.rope_dim
-            found.append((self.latent.rank, self.heads * (key_dim + self.value_dim)))
-        found.append((self.heads * self.value_dim, self.hidden))
-        found += [(self.hidden, self.mlp_width)] * (2 if self.gated else 1)
-        return [*found, (self.mlp_width, self.hidden)]
+            products.append((self.latent.rank, self.heads * (key_dim + self.value_dim)))
+        products.append((self.heads * self.value_dim, self.hidden))
+        products += [(self.hidden, self.mlp_width)] * (2 if self.gated else 1)
+        return [*products, (self.mlp_width, self.hidden)]
 
     @property
     def query_flops(self) -> int:
@@ -158,17 +158,17 @@ def encoded(
     from hcache_kernels.codecs import LATENT, Cut, UnsupportedRows, make_codec, make_segment_codec
 
     values = getattr(torch, dtype)
-    found: dict[str, int] = {}
+    stored: dict[str, int] = {}
     if shape.latent:  # there are no hidden states
         [whole] = latent_layer(page_size, shape.kv_width, values.itemsize).segments
         pieces = whole.groups * whole.pieces
         cut = Cut(shape.kv_width, page_size // pieces, 1, pieces)
         with suppress(UnsupportedRows):
             latents = make_segment_codec(codec, cut, shape.kv_width, values, LATENT)
-            found["kv_row_bytes"] = round(latents.segment_bytes / page_size)
-        return shape.model_copy(update=found)
+            stored["kv_row_bytes"] = round(latents.segment_bytes / page_size)
+        return shape.model_copy(update=stored)
     with suppress(UnsupportedRows):
-        found["hidden_row_bytes"] = make_codec(codec, shape.hidden, values).row_bytes
+        stored["hidden_row_bytes"] = make_codec(codec, shape.hidden, values).row_bytes
     width = max(1, shape.kv_heads // tp) * shape.head_dim
     pieces = units_per_group(page_size, width)
     cut = Cut(width, page_size // pieces, 1, pieces)
@@ -176,8 +176,8 @@ def encoded(
         if shape.head_dim == shape.value_dim:
             segments = make_segment_codec(codec, cut, shape.head_dim, values)
             plain = 2 * width * page_size * values.itemsize
-            found["kv_row_bytes"] = round(segments.segment_bytes / plain * shape.kv_bytes)
-    return shape.model_copy(update=found)
+            stored["kv_row_bytes"] = round(segments.segment_bytes / plain * shape.kv_bytes)
+    return shape.model_copy(update=stored)
 
 
 def dsa_rows(shape: ModelShape, kv_cache_dtype: DSAType, device: str = "") -> ModelShape:
@@ -186,9 +186,9 @@ def dsa_rows(shape: ModelShape, kv_cache_dtype: DSAType, device: str = "") -> Mo
     if not shape.latent or not shape.index_bytes:
         return shape
     rank, rope = shape.latent.rank, shape.latent.rope_dim
-    new = any(name in device for name in ("B200", "B300", "Blackwell", "RTX 50"))
-    raw = (new or "MI3" in device) and not (shape.family == "glm_moe_dsa" and "RTX" in device)
+    blackwell = any(name in device for name in ("B200", "B300", "Blackwell", "RTX 50"))
+    raw = (blackwell or "MI3" in device) and not (shape.family == "glm_moe_dsa" and "RTX" in device)
     fp8 = rank + rope if raw else rank + rank // 128 * 4 + 2 * rope
-    plain = kv_cache_dtype == "bfloat16" or (kv_cache_dtype == "auto" and not new)
+    plain = kv_cache_dtype == "bfloat16" or (kv_cache_dtype == "auto" and not blackwell)
     rows = {} if plain else {"kv_row_bytes": fp8, "kv_element_bytes": 1}
     return shape.model_copy(update=rows)

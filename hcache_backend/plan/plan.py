@@ -9,7 +9,7 @@ from typing import Any, Literal
 from hcache_backend.plan import restore as restores
 from hcache_backend.plan.model_shape import ModelShape, Sides
 from hcache_backend.plan.profile import Profile
-from hcache_backend.plan.restore import L3Path, Partition, Restore, describe
+from hcache_backend.plan.restore import L3Path, Partition, Restore, SidesSeconds, describe
 
 Resource = Literal["compute", "bus", "l3"]
 RestorePath = Literal["auto", "layerwise"]  # option restore
@@ -46,10 +46,10 @@ class PartitionPlan:
 
     def _restores(self, l3: L3Path) -> Restore:
         layers = Partition(0, 0, self.model.layers - (self.sides.layers if self.sides else 0))
-        found = Restore(self.profile, self.model, layers, self.tp, paper=True, sides=self.sides)
-        stored = found.fastest(self.tokens, l3)
+        restore = Restore(self.profile, self.model, layers, self.tp, paper=True, sides=self.sides)
+        stored = restore.fastest(self.tokens, l3)
         # Without hidden states a server decides at no load what to recompute.
-        return replace(found, partition=stored, recomputable=stored.layers * bool(stored.hidden))
+        return replace(restore, partition=stored, recomputable=stored.layers * bool(stored.hidden))
 
     @property
     def stored(self) -> Partition:
@@ -103,12 +103,13 @@ class PartitionPlan:
 
     def busy(self, choice: str) -> dict[Resource, float]:
         """Seconds that each resource works in a restore, without a recomputed front."""
-        partition, costs = self.choices[choice], self.machine.costs(self.tokens, 0, "first")
-        read, copied = self.machine.sides_seconds("first") if partition.kv else (0, 0)
+        partition = self.choices[choice]
+        costs = self.machine.costs(self.tokens, prefix=0, l3="first")
+        sides = self.machine.sides_seconds("first") if partition.kv else SidesSeconds(0, 0)
         return {
             "compute": costs.compute(partition),
-            "bus": costs.transfer(partition) + copied,
-            "l3": costs.reading(partition) + read,
+            "bus": costs.transfer(partition) + sides.copying,
+            "l3": costs.reading(partition) + sides.reading,
         }
 
     def binds(self, choice: str) -> Resource:
@@ -122,14 +123,14 @@ class PartitionPlan:
 
     def at_length(self, tokens: int) -> dict[str, Any]:
         """A restore of another length, for JSON. The server computes hits that it refuses."""
-        used = self._restored(tokens)
-        found = {"recompute_layers": used.recompute, "ms": 1e3 * self._seconds(used, tokens)}
-        return found | {"refused": self._refuses(tokens)}
+        used, refused = self._restored(tokens), self._refuses(tokens)
+        milliseconds = 1e3 * self._seconds(used, tokens)
+        return {"recompute_layers": used.recompute, "ms": milliseconds, "refused": refused}
 
     def notes(self) -> list[str]:
         """Sentences that explain the numbers."""
         model, partition, measured = self.model, self.partition, self.profile.model
-        found = []
+        notes = []
         if not partition.hidden:
             reason = "other methods are faster on this machine"
             if self.sides:
@@ -140,42 +141,42 @@ class PartitionPlan:
                     f"{model.kv_bytes:,} ({model.attention})"
                 )
             instead = describe(partition, model.latent)
-            found.append(f"hidden states do not pay: {reason}; instead: {instead}")
+            notes.append(f"hidden states do not pay: {reason}; instead: {instead}")
         if model.index_bytes:
-            found.append(f"DSA: pages also have index keys, {model.index_bytes:,} bytes a token")
-            found.append("computing is planned without the indexer, with attention to all tokens")
+            notes.append(f"DSA: pages also have index keys, {model.index_bytes:,} bytes a token")
+            notes.append("computing is planned without the indexer, with attention to all tokens")
         elif model.latent:
-            found.append("MLA pools are served in KV mode: of a page each rank keeps a part")
+            notes.append("MLA pools are served in KV mode: of a page each rank keeps a part")
         if self.sides:
-            read, copied = (1e3 * seconds for seconds in self.machine.sides_seconds(self.l3))
-            found.append(
+            read, copy = (1e3 * seconds for seconds in self.machine.sides_seconds(self.l3))
+            notes.append(
                 f"a hit also needs a {self.sides.kind} of the {self.sides.layers} other layers: "
-                f"{self.sides.size:,} bytes, {read:,.1f} ms to read and {copied:,.1f} ms to copy, "
+                f"{self.sides.size:,} bytes, {read:,.1f} ms to read and {copy:,.1f} ms to copy, "
                 "which the times include; no front is recomputed"
             )
         elif model.windowed:
-            found.append(
+            notes.append(
                 "sliding-window layers are planned as full attention; if they have a KV pool of "
                 "their own, the server stores K and V of the others, and windows"
             )
         if measured is not None and measured.as_it_is != model.as_it_is:
-            found.append(
+            notes.append(
                 f"the profile was measured with another shape ({measured.family}, hidden size "
                 f"{measured.hidden}): its rates are taken over"
             )
         if self.tp > 1 and not self.profile.gathers:
-            found.append(
+            notes.append(
                 "without NVLink the ranks' shares are gathered over their buses: planned as if "
                 "every rank loaded whole hidden states"
             )
         if self.profile.l3 is not None:
-            busy = self.machine.costs(self.tokens, 0, "first").reading(self.stored)
-            busy += self.machine.sides_seconds("first")[0]
-            found.append(
+            costs = self.machine.costs(self.tokens, prefix=0, l3="first")
+            busy = costs.reading(self.stored) + self.machine.sides_seconds("first").reading
+            notes.append(
                 f"a hit that is read whole keeps L3 busy for {busy * 1e3:,.1f} ms, so L3 reads at "
                 f"most {1 / busy:,.1f} of them per second"
             )
-        return found
+        return notes
 
     def report(self) -> dict[str, Any]:
         model = self.model
@@ -207,7 +208,7 @@ class PartitionPlan:
     def _restored(self, tokens: int) -> Partition:
         if self.recomputes_front:
             return self.stored
-        return self.stored.recomputing(self.machine.first_layers(tokens, 0))
+        return self.stored.recomputing(self.machine.first_layers(tokens, prefix=0))
 
     def _simulated(self, partition: Partition, tokens: int) -> float:
         return replace(self.machine, partition=partition).seconds(tokens, self.l3)
@@ -216,16 +217,16 @@ class PartitionPlan:
         """Seconds of reading layers from L3 that are recomputed."""
         if partition != self._restored(tokens):
             return 0.0
-        costs = self.machine.costs(tokens, 0, self.l3)
+        costs = self.machine.costs(tokens, prefix=0, l3=self.l3)
         return costs.reading(self.stored) - costs.reading(partition)
 
     def _seconds(self, partition: Partition, tokens: int) -> float:
         seconds = self._simulated(partition, tokens) + self._unused(partition, tokens)
         if partition.recompute or not self.recomputes_front:
             return seconds
-        return restores.until_there(seconds, self.machine.prefill(tokens, 0))
+        return restores.completion_seconds(seconds, self.machine.prefill(tokens, prefix=0))
 
     def _refuses(self, tokens: int) -> bool:
         """True if a server computes such a hit; it judges as if all stored layers were read."""
-        computing = self.machine.prefill(tokens, 0)
+        computing = self.machine.prefill(tokens, prefix=0)
         return self.profile.l3 is not None and computing <= self._seconds(self.stored, tokens)

@@ -70,8 +70,8 @@ class Partition:
 def describe(partition: Partition, latent: object = None) -> str:
     """The methods in words, in the order of the layers."""
     words = "recomputed", "from hidden states", f"loaded as {'latents' if latent else 'KV'}"
-    parts = ((getattr(partition, of), how) for of, how in zip(LAYER_METHODS, words, strict=True))
-    return ", ".join(f"{n} layer{'s' if n > 1 else ''} {how}" for n, how in parts if n)
+    parts = zip((partition.recompute, partition.hidden, partition.kv), words, strict=True)
+    return ", ".join(f"{n} layer{'s' if n > 1 else ''} {word}" for n, word in parts if n)
 
 
 class LayerCosts(NamedTuple):
@@ -164,13 +164,13 @@ def search(
     """The best ``allowed`` partition of ``layers`` layers by ``methods``. Ties go to the least
     recomputation, then to the most hidden states."""
     usable = set(methods)
-    every = (
+    partitions = (
         Partition(recompute, hidden, layers - recompute - hidden)
         for recompute in range(layers + 1)
         for hidden in range(layers - recompute, -1, -1)
     )
-    chosen = (each for each in every if each.methods <= usable and allowed(each))
-    return _fastest(costs, chosen, objective)
+    candidates = (one for one in partitions if one.methods <= usable and allowed(one))
+    return _fastest(costs, candidates, objective)
 
 
 def recompute_layers(
@@ -203,11 +203,16 @@ def side_by_side(one: float, other: float, share: float = 1.0) -> float:
     return max(one * other / (one + other), one * (1 - share)) if one else 0.0
 
 
-def until_there(reading: float, recomputing: float, share: float = 1.0) -> float:
-    """Completion time of a hit whose back is read while its front, at most ``share``, is
+def completion_seconds(reading: float, recomputing: float, share: float = 1.0) -> float:
+    """Seconds to have a hit whose back is read while its front, at most ``share``, is
     recomputed. ``reading`` and ``recomputing`` are seconds for all of it (infinity: impossible)."""
     worth_it = side_by_side(reading, recomputing) > LEAST_PART * reading
     return side_by_side(reading, recomputing, share) if worth_it else reading
+
+
+class SidesSeconds(NamedTuple):
+    reading: float
+    copying: float
 
 
 @dataclass(frozen=True)
@@ -256,7 +261,7 @@ class Restore:
         # A rank holds its share of the KV heads, at least one; it projects whole latents.
         kv_share = 1.0 if model.latent else -(-model.kv_heads // ranks) / model.kv_heads
         hidden_share = 1 / ranks if profile.gathers else 1.0
-        loaded = hidden_share if model.latent else kv_share
+        load_share = hidden_share if model.latent else kv_share
         kv_bytes = model.kv_bytes + model.index_bytes / model.layers
         projection = model.projection_flops * kv_share
         # A mean of all layers, of which those with sides do not attend to all tokens.
@@ -265,13 +270,13 @@ class Restore:
         c_tok = profile.dense.time(tokens * model.dense_flops / ranks)
         c_tok += profile.attention.time(pairs * model.attention_flops / ranks)
         # The engine leaves out attention and MLP of the last recomputed layer; the paper does not.
-        last = profile.projection.time(tokens * (model.query_flops / ranks + projection))
+        c_last = profile.projection.time(tokens * (model.query_flops / ranks + projection))
         costs = LayerCosts(
             io_h=profile.hidden_copy.time(tokens * model.hidden_bytes * hidden_share),
-            io_kv=profile.kv_load.time(tokens * kv_bytes * loaded),
+            io_kv=profile.kv_load.time(tokens * kv_bytes * load_share),
             c_h=profile.projection.time(tokens * projection),
             c_tok=c_tok,
-            c_tok_last=None if self.paper else min(c_tok, last),
+            c_tok_last=None if self.paper else min(c_tok, c_last),
         )
         if profile.l3 is None or l3 == "none":
             return costs
@@ -284,15 +289,16 @@ class Restore:
     def seconds(self, tokens: int, l3: L3Path = "none") -> float:
         """Seconds of a restore of ``tokens`` tokens, counted as in the paper."""
         sides = sum(self.sides_seconds(l3)) if self.partition.kv else 0
-        return simulate(self.costs(tokens, 0, l3), self.partition) + sides
+        return simulate(self.costs(tokens, prefix=0, l3=l3), self.partition) + sides
 
-    def sides_seconds(self, l3: L3Path) -> tuple[float, float]:
+    def sides_seconds(self, l3: L3Path) -> SidesSeconds:
         """Seconds to read the window or state behind a hit's pages, and bring it to the device."""
         assert self.profile is not None
         if self.sides is None:
-            return 0, 0
+            return SidesSeconds(0, 0)
         size, disk = self.sides.size, None if l3 == "none" else self.profile.l3
-        return disk.time(size) if disk else 0, self.profile.kv_load.time(size / self.ranks)
+        reading = disk.time(size) if disk else 0
+        return SidesSeconds(reading, copying=self.profile.kv_load.time(size / self.ranks))
 
     def recompute(self, tokens: int, prefix: float) -> float:
         """Seconds to recompute all layers of pages, of ``tokens`` tokens after ``prefix``. Without
@@ -341,7 +347,7 @@ class Restore:
         assert self.shape is not None
         hidden = self.shape.hidden_is_smaller and not self.sides
         stored: set[LayerMethod] = {"hidden", "kv"} if hidden else {"kv"}
-        costs, layers = self.costs(tokens, 0, l3), self.partition.layers
+        costs, layers = self.costs(tokens, prefix=0, l3=l3), self.partition.layers
         return search(costs, layers, self.pipeline(tokens), methods or stored, allowed)
 
     def pipeline(self, tokens: int) -> Objective:

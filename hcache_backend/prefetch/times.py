@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from itertools import accumulate, takewhile
 
-from hcache_backend.plan.restore import side_by_side, until_there
+from hcache_backend.plan.restore import completion_seconds, side_by_side
 from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.hit import Hit, Prefetch
 
@@ -38,7 +38,7 @@ class HitTimes:
             return reading
         recomputing = hit.recomputing(hit.tokens, hit.prefix)
         share = min(hit.reachable, hit.tokens) / hit.tokens
-        return (side_by_side if begun else until_there)(reading, recomputing, share)
+        return (side_by_side if begun else completion_seconds)(reading, recomputing, share)
 
     def seconds_left(self, rest: Hit | None, slowdown: float = 1.0) -> float:
         """To have the rest of a hit, if any, from an L3 that is slower than estimated."""
