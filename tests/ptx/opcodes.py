@@ -75,11 +75,10 @@ def _shift(a: Array, by: Array, *, left: bool) -> Array:
 def _extract(a: Array, start: Array, length: Array) -> Array:
     """bfe: ``length`` bits from ``start`` on, and the sign before them."""
     start, length = ((x & 0xFF).astype("i8") for x in (start, length))
-    width = np.minimum(length, 32)
-    found = (a.astype("i8") >> np.minimum(start, 32)) & ((1 << width) - 1)
-    sign = a.astype("i8") >> np.clip(start + length - 1, 0, 31) & 1
-    signed = (a.dtype.kind == "i") & (length > 0)
-    return (found - (sign << width) * signed).astype(a.dtype)
+    bits = 8 * a.dtype.itemsize
+    above = bits - np.minimum(start + length, bits)
+    found = _shift(_shift(a, above, left=True), above + start, left=False)
+    return np.where(length > 0, found, found * 0)
 
 
 def _insert(a: Array, b: Array, start: Array, length: Array) -> Array:
@@ -170,7 +169,7 @@ def _rows() -> Iterator[tuple[str, list[str], str, Function]]:
     yield "not.*", ["pred", *BITS], "T", np.invert
     yield "shl.*", BITS, "T u32", partial(_shift, left=True)
     yield "shr.*", [*BITS, *INTEGERS], "T u32", partial(_shift, left=False)
-    yield "bfe.*", ["u32", "s32"], "T u32 u32", _extract
+    yield "bfe.*", ["u32", "s32", "u64", "s64"], "T u32 u32", _extract
     yield "bfi.b32", [], "b32 b32 u32 u32", _insert
     yield "prmt.b32", [], "b32 b32 b32", _permute
     yield "mov.*", ["pred", *BITS, *INTEGERS], "T", lambda a: a
