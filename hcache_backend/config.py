@@ -165,7 +165,7 @@ class HCacheConfig(_Table):
         pydantic.Discriminator(lambda value: "auto" if value == "auto" else "layers"),
     ] = "auto"
     profile: _Absolute | None = None
-    codec: Literal["auto", "none", "exp3", "exp4", "int8", "fp8", "krul"] = "auto"
+    codec: Literal["auto", "none", "exp3", "exp4", "int8", "krul"] = "auto"
     krul: KrulOption = KrulOption()
     # checks
     check_every_pages: int = Field(default=64, ge=0)

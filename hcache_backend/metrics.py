@@ -239,7 +239,7 @@ SUSPENDED = _gauge("hcache_l3_suspended", "1 while L3 is neither read nor writte
 _CODEC = "1 for the codec that is used, by the requested one"
 CODEC = _gauge("hcache_codec_info", _CODEC, "asked", "used")
 
-# codec: merged or fp8; with codec krul only
+# codec: merged or int8; with codec krul only
 PAIRS = _counter("hcache_pairs", "Pairs of layers in nodes that were backed up", "codec")
 _DISTANCE = "Distance of the attention of the layers of each pair that was chosen for a node"
 PAIR_DISTANCES = _histogram("hcache_pair_distance", _DISTANCE, "codec", (1, 2, 5), range(-3, 1))

@@ -64,7 +64,7 @@ def encoded(engine: Engine) -> Iterator[Method]:
 
 
 def paired(engine: Engine) -> Iterator[Method]:
-    """K and V in pages with half of the layers in pairs: merged, and for comparison in ``fp8``."""
+    """K and V in pages with half of the layers in pairs: merged, and for comparison in ``int8``."""
     try:
         slot = PairSlot(engine.page_cut, engine.kv_shape[1], engine.dtype)
         forms = [*slot.forms.values()]  # merged comes first

@@ -7,7 +7,7 @@ from bench.accuracy.methods import EXACT
 from bench.harness.report import SMALLEST, Columns, Table, picture
 
 Row = Mapping[str, Any]
-CHOSEN = (EXACT, "KV, exp4", "KV, int8", "KV, fp8", "KV, pairs by attention, merged")
+CHOSEN = (EXACT, "KV, exp4", "KV, int8", "KV, pairs by attention, merged")
 
 
 _DIVERGENCE = "KL, nats = kl :.1e | largest = largest_kl :.1e | same token = same_of"

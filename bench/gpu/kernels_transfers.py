@@ -53,7 +53,7 @@ def hidden_states(n: int, width: int, dtype: torch.dtype, device: str) -> torch.
 
 
 def codec_rows(device: Device, widths: Sequence[int], tokens: Sequence[int]) -> Iterator[Row]:
-    for name, width, n in product(("exp4", "int8", "fp8"), widths, tokens):
+    for name, width, n in product(("exp4", "int8"), widths, tokens):
         dtype = torch.bfloat16 if name == "exp4" else device.scaled_dtype
         hidden = hidden_states(n, width, dtype, device.kind)
         yield {

@@ -33,7 +33,6 @@ COLOURS = {
     "exp3": "#17becf",
     "exp4": "#2ca02c",
     "int8": "#9467bd",
-    "fp8": "#d62728",
     "pairs": "#8c564b",
 }
 """A method, or a codec, has one colour in all pictures. ``file``: HiCache's path of K and V."""

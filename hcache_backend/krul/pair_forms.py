@@ -14,7 +14,7 @@ encoded unit of ``n`` tokens is, in the type of K and V,
 MiniCache and Krul leave t open (MiniCache prefers 0.6). With 1/2 both layers lose the same, and
 bytes follow from float32 sums, products, quotients and square roots in a fixed order.
 
-``fp8``: all planes through codec ``fp8``, those of the first layer first.
+``int8``: all planes through codec ``int8``, those of the first layer first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import ClassVar
 import torch
 from torch.nn import functional
 
-from hcache_kernels.codecs import KV, Codec, Cut, Fp8, UnsupportedRows
+from hcache_kernels.codecs import KV, Codec, Cut, Int8, UnsupportedRows
 
 _MOST_TOKENS = 1 << 16
 _PAIR = 2 * KV  # planes of an item: K and V of the first layer, then those of the second one
@@ -100,7 +100,7 @@ class MergedPair(Codec):
 
 
 # codecs of two layers, made by form(cut, dim, dtype, _PAIR)
-PAIR_FORMS: dict[str, type[Codec]] = {form.name: form for form in (MergedPair, Fp8)}
+PAIR_FORMS: dict[str, type[Codec]] = {form.name: form for form in (MergedPair, Int8)}
 
 
 class PairSlot:

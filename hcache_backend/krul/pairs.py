@@ -14,7 +14,7 @@ import torch
 
 from hcache_backend.krul.pair_forms import MergedPair
 from hcache_backend.restore.recompute import AttentionInputs
-from hcache_kernels.codecs import Fp8
+from hcache_kernels.codecs import Int8
 
 ASKED_TOKENS = 32  # the last tokens, which are asked
 _ENDS = 0.1  # share of the tokens that are the first ones, and of those that are the last ones
@@ -104,13 +104,13 @@ class PairChoice:
 
     def coded(self, wanted: Iterable[Pair]) -> tuple[CodedPair, ...]:
         """``wanted`` pairs, then neighbours among the other layers from the last on; by first
-        layers. Pairs are merged if they are wanted and mergeable, and otherwise in ``fp8``."""
+        layers. Pairs are merged if they are wanted and mergeable, and otherwise in ``int8``."""
         found = {pair: pair in self.mergeable for pair in wanted}
         left = alone(self.layers, found)
         while len(found) < self.pairs:
             second = left.pop()
             found[left.pop(), second] = False
-        codes = {True: MergedPair.name, False: Fp8.name}
+        codes = {True: MergedPair.name, False: Int8.name}
         return tuple((*pair, codes[merged]) for pair, merged in sorted(found.items()))
 
 

@@ -21,7 +21,7 @@ from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul.pair_forms import PAIR_FORMS, MergedPair, PairSlot, changes_of_merges
 from hcache_backend.krul.pairs import CodedPair, alone, check_pairs
 from hcache_backend.streams import to_device
-from hcache_kernels.codecs import Fp8, UnsupportedRows, make_segment_codec
+from hcache_kernels.codecs import Int8, UnsupportedRows, make_segment_codec
 from hcache_kernels.pages import gather_pages, scatter_pages
 
 _KV = 2  # segments of a slot
@@ -184,7 +184,7 @@ class PairedSegments(KVSegments):
         if not 0 < 2 * pairs <= len(self.layers):
             raise UnsupportedRows(f"codec 'krul' cannot make {pairs} pairs of {len(layers)} layers")
         self._pairs = pairs
-        self._units = Fp8(*cut)
+        self._units = Int8(*cut)
         self._slot, self._merged = PairSlot(*cut), MergedPair(*cut)
         if cut[2] == torch.bfloat16:
             self._encoder = make_segment_codec("exp4", *cut)
@@ -192,7 +192,7 @@ class PairedSegments(KVSegments):
     def layout(self, layers: Sequence[StoredLayer], shard: Shard) -> PairedLayout:
         """With neighbours in pairs, until others are chosen."""
         part = Segment(self._slot.slot_bytes // 2, pieces=self._units.cut.units)
-        pairs = tuple((2 * n, 2 * n + 1, Fp8.name) for n in range(self._pairs))
+        pairs = tuple((2 * n, 2 * n + 1, Int8.name) for n in range(self._pairs))
         how = self.page_size, tuple(layers), shard
         codes = tuple(PAIR_FORMS)
         self._layout = PairedLayout(*how, slot=(part, part), codes=codes, pairs=pairs)

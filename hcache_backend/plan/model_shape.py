@@ -13,7 +13,7 @@ from hcache_backend.format.units import units_per_group
 
 PAGE_TOKENS = 64  # of a page, by default
 CLEARLY_LESS = 0.99  # codecs round units to whole words: smaller differences are noise
-PlannedCodec = Literal["auto", "none", "exp3", "exp4", "int8", "fp8"]  # krul is not planned
+PlannedCodec = Literal["auto", "none", "exp3", "exp4", "int8"]  # krul is not planned
 DSAType = Literal["auto", "bfloat16", "fp8_e4m3"]  # option --kv-cache-dtype of DSA models
 INDEX_KEY_BYTES = 132  # of a token in a layer with an indexer: 128 values in FP8 and a scale
 

@@ -10,8 +10,10 @@ exp4   bfloat16                       49/64 of them, if a unit   every bit
                                       has 256 values
 int8   float32 (hidden states only),  a byte per value, and one  error at most 1/254 of the line's
        bfloat16, float16              value per line             largest magnitude
-fp8    as int8                        as int8                    error at most 1/16 of each value
 ====== ============================== ========================== ==================================
+
+Codes ``fp8`` and ``fp8.2`` are of a codec that is gone. Stores may have pages of it, which are
+misses: no other codec gets these codes.
 """
 
 from contextlib import suppress
@@ -21,17 +23,17 @@ import torch
 from .codec import KV, LATENT, Codec, ExactCodec, UnsupportedRows
 from .exp3 import Exp3
 from .exp4 import Exp4
-from .scaled import Fp8, Int8
+from .int8 import Int8
 from .units import Cut
 
 __all__ = [
-    "CODECS", "KV", "LATENT", "SEGMENT_CODECS", "Codec", "Cut", "ExactCodec", "Fp8",
+    "CODECS", "KV", "LATENT", "SEGMENT_CODECS", "Codec", "Cut", "ExactCodec", "Int8",
     "UnsupportedRows", "make_codec", "make_segment_codec",
 ]  # fmt: skip
 
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (ExactCodec, Exp4, Int8, Fp8)}
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (ExactCodec, Exp4, Int8)}
 
-SEGMENT_CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Exp3, Exp4, Int8, Fp8)}
+SEGMENT_CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Exp3, Exp4, Int8)}
 """Those of K and V, which are copied as they are without one."""
 
 

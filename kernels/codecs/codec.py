@@ -33,7 +33,7 @@ class Program(NamedTuple):
     kernel: Any
     per_item: int  # programs of an item
     warps: int  # of a program
-    code: Mapping[str, "NamedTuple | None"]  # what the kernel knows of the code when it is compiled
+    code: Mapping[str, "NamedTuple | int | None"]  # constants of the code for the compiler
 
 
 class Codec(ABC):

@@ -63,11 +63,10 @@ KINDS = {
     "K and V, two ranks, exp3": Kind((0, 0, 4), codec="exp3", page=64, ranks=2),
     "mixed, exp4": Kind((1, 2, 1), codec="exp4", hidden="exp4"),
     "mixed, int8": Kind((1, 2, 1), codec="int8", hidden="int8"),
-    "mixed, fp8": Kind((1, 2, 1), codec="fp8", hidden="fp8"),
     "K and V, two ranks": Kind((0, 0, 4), ranks=2),
     "mixed, two ranks": Kind((1, 2, 1), ranks=2),
     "mixed, two ranks, exp4": Kind((1, 2, 1), codec="exp4", hidden="exp4", ranks=2),
-    "krul": Kind((0, 0, 5), codec="krul", pairs=((0, 3, "fp8"), (1, 4, "merged"))),
+    "krul": Kind((0, 0, 5), codec="krul", pairs=((0, 3, "int8"), (1, 4, "merged"))),
 }
 
 

@@ -184,8 +184,8 @@ EXP3_CUTS = {what: cut for what, (cut, _) in CUTS.items() if cut.tokens >= 32} |
 }
 """Of ``exp3``, whose units have at least 32 tokens."""
 
-SEGMENTS = (("exp4", torch.bfloat16), ("int8", torch.bfloat16), ("fp8", torch.float16))
-"""Their codecs, and the type of K and V; ``fp8`` differs from ``int8`` in the codes alone."""
+SEGMENTS = (("exp4", torch.bfloat16), ("int8", torch.bfloat16), ("int8", torch.float16))
+"""Their codecs, and the type of K and V."""
 
 
 def codec_launch(codec: str, decode: bool, width: int, dtype: torch.dtype) -> Launch:
@@ -252,7 +252,7 @@ def scatter(row_bytes: int) -> Launch:
 
 def transfer_jobs(capability: tuple[int, int]) -> Jobs:
     codecs = [("exp4", torch.bfloat16, width) for width in WIDTHS]
-    codecs += [("int8", torch.bfloat16, WIDTHS[-1]), ("fp8", torch.float32, WIDTHS[-1])]
+    codecs += [("int8", torch.bfloat16, WIDTHS[-1]), ("int8", torch.float32, WIDTHS[-1])]
     for codec, dtype, width in codecs:
         for decode in (False, True):
             yield (

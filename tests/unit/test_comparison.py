@@ -48,7 +48,6 @@ def test_k_and_v_differ_by_no_more_than_allowed(found: list[float], said: str | 
         (torch.float32, "none", 1e-4),
         (torch.bfloat16, "exp4", 2e-2),
         (torch.bfloat16, "int8", 4e-2),
-        (torch.bfloat16, "fp8", 8e-2),
     ],
 )
 def test_a_codec_may_add_its_loss_to_that_of_rounding(

@@ -57,6 +57,7 @@ def test_defaults_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"krul": {"ratio": 0}}, "option 'krul.ratio' is 0: must be greater than 0"),
         ({"krul": {"gama": 1.0}}, "unknown option 'krul.gama'; did you mean 'gamma'?"),
         ({"krul": {"error": -1}}, "option 'krul.error' is -1: must be greater than or equal"),
+        ({"codec": "fp8"}, "'codec' is 'fp8': must be 'auto', 'none', 'exp3', 'exp4', 'int8' or "),
         ({"codec": "krul", "mode": "hidden"}, "option 'codec' is 'krul': options 'mode' and 'par"),
         ({"codec": "krul", "mode": "plain"}, "K and V of all layers be stored in own pages"),
         ({"codec": "krul", "partition": {"hidden": 2}}, "option 'codec' is 'krul': options 'mode'"),

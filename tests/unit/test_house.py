@@ -19,7 +19,7 @@ def test_every_folder_of_the_package_has_a_budget() -> None:
     folders = {path.rpartition("/")[0] for path, _ in house.tree()}
     package = {folder for folder in folders if folder.startswith(("hcache_backend", "kernels"))}
     budgets = house.budgets()
-    parts = {f"kernels/codecs/{part}" for part in ("exp3", "exp4", "scaled")}
+    parts = {f"kernels/codecs/{part}" for part in ("exp3", "exp4", "int8")}
     assert package - parts <= budgets.keys()
 
 

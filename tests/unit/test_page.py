@@ -133,6 +133,14 @@ def test_a_page_of_as_many_bytes_that_divides_otherwise_is_refused(name: str) ->
     assert other.problem(sealed_page(), NAMESPACE, KEY) == "format"
 
 
+def test_a_page_of_a_codec_that_is_gone_is_refused() -> None:
+    gone, there = (
+        PageLayout(16, (HIDDEN._replace(codec=code), KV)) for code in ("fp8.2", "int8.2")
+    )
+    assert there.form != gone.form, "it has another namespace, too"
+    assert there.problem(sealed_page(gone), NAMESPACE, KEY) == "format"
+
+
 @BOTH
 def test_a_page_is_believed_once_it_is_sealed_as_what_it_is(layout: PageLayout) -> None:
     page = np.zeros(layout.page_bytes, np.uint8)

@@ -56,9 +56,7 @@ def pages_of_host() -> torch.Tensor:
     return torch.randint(0, 256, (PAGES, PAGE_BYTES), dtype=torch.uint8).pin_memory()
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("exp4", torch.bfloat16), ("int8", torch.float16), ("fp8", torch.bfloat16)]
-)
+@pytest.mark.parametrize(("name", "dtype"), [("exp4", torch.bfloat16), ("int8", torch.float16)])
 def test_a_codec_takes_one_launch_each_way(name: str, dtype: torch.dtype) -> None:
     codec, rows = make_codec(name, 256, dtype), torch.randn(7, 256).to(dtype)
     (here,), (there,) = on_both(rows)

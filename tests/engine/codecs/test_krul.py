@@ -68,7 +68,7 @@ def test_pages_of_several_servers_come_back_together_and_damage_is_a_miss(
     with Server(paired(model, tmp_path, pairs=MERGED[1])) as server:
         converse(server, conversations)  # the prefix, which both share, is the other server's
         ours.assert_nothing_went_wrong(server)
-        assert ": 1 and 4 merged, 3 and 5 fp8" in server.log_text()
+        assert ": 1 and 4 merged, 3 and 5 int8" in server.log_text()
     ours.assert_restored_from_l3(conversations[:1], PAGE)
     for turn in conversations[1].turns[1:]:  # which finds the prefix on the device by now
         assert turn.cached.storage >= turn.history_tokens - len(prefix) - PAGE, turn.cached

@@ -48,7 +48,7 @@ def test_rows_that_do_not_get_to_host_memory_at_start_up_mean_kv_mode(
     ours.assert_no_cache_output(model, conversations)
 
 
-@pytest.mark.parametrize("codec", ["auto", pytest.param("fp8", marks=pytest.mark.long)])
+@pytest.mark.parametrize("codec", ["auto", pytest.param("int8", marks=pytest.mark.long)])
 def test_a_wrong_rope_in_service_ends_backups_and_drops_what_was_written(
     codec: str, model: Path, tmp_path: Path
 ) -> None:

@@ -70,20 +70,19 @@ def test_exp4_of_a_million_hostile_units(kind: str, n: int) -> None:
         *((256, torch.float16), (4112, torch.float32)),
     ],
 )
-@pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_scaled_codecs(name: str, width: int, dtype: torch.dtype) -> None:
-    codec = make_codec(name, width, dtype)
+def test_int8(width: int, dtype: torch.dtype) -> None:
+    codec = make_codec("int8", width, dtype)
     same_as_reference(codec, float_rows(dtype, width, seed=width))
     source = torch.Generator().manual_seed(width)
     anything = torch.randint(256, (6, width * dtype.itemsize), generator=source).byte()
     same_as_reference(codec, anything.view(dtype))
 
 
-def test_every_code_of_fp8_is_the_nearest() -> None:
+def test_every_code_of_int8_is_the_nearest() -> None:
     """Rows whose scale is 1: values around and exactly between all codes."""
-    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    between = (codes[1:] + codes[:-1]) / 2
+    codes = torch.arange(128.0)
+    between = codes[1:] - 0.5
     near = [between.nextafter(codes[1:]), between.nextafter(codes[:-1]), between, codes]
     values = torch.cat(near)
-    rows = torch.cat([values, -values, torch.tensor([448.0])])[None]
-    same_as_reference(make_codec("fp8", rows.shape[1], torch.float32), rows)
+    rows = torch.cat([values, -values])[None]
+    same_as_reference(make_codec("int8", rows.shape[1], torch.float32), rows)

@@ -8,7 +8,7 @@ import torch
 
 from hcache_backend.format.units import units_per_group
 from hcache_backend.krul.pair_forms import PAIR_FORMS, MergedPair, PairSlot
-from hcache_kernels.codecs import Codec, Cut, Fp8, UnsupportedRows
+from hcache_kernels.codecs import Codec, Cut, Int8, UnsupportedRows
 
 DIM = 16
 CUT = Cut(width=2 * DIM, tokens=32, groups=2, pieces=2)
@@ -105,7 +105,7 @@ def test_a_page_has_the_same_bytes_alone_beside_others_and_on_every_machine() ->
             alone, _ = encode(form, first[page : page + 1], second[page : page + 1])
             assert torch.equal(alone[0], encoded[page])
         digests[name] = hashlib.sha256(encoded.numpy().tobytes()).hexdigest()[:16]
-    assert digests == {"merged": "87f3d2ded4e53f28", "fp8": "7b242a763d70b2e1"}
+    assert digests == {"merged": "87f3d2ded4e53f28", "int8": "241e49525244b88b"}
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ def test_any_bytes_are_decoded() -> None:
             assert [part.shape[1:] for part in decode(form, damaged)] == [SHAPE[1:]] * 2
 
 
-def test_both_layers_in_fp8_are_those_of_the_codec() -> None:
+def test_both_layers_in_int8_are_those_of_the_codec() -> None:
     first, second = layer(1), layer(2)
-    form, codec = Fp8(CUT, DIM, torch.bfloat16, "kvkv"), Fp8(CUT, DIM, torch.bfloat16)
+    form, codec = Int8(CUT, DIM, torch.bfloat16, "kvkv"), Int8(CUT, DIM, torch.bfloat16)
     encoded, fits = encode(form, first, second)
     assert fits.all()
     for found, wanted in zip(decode(form, encoded), (first, second), strict=True):

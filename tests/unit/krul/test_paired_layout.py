@@ -13,12 +13,12 @@ from hcache_backend.krul.segments import PairedLayout
 LAYERS, TOKENS = 6, 16
 ALONE = kv_layer(TOKENS, 64, 64, 2, 1, "exp4.2", (1024, 1024))
 NAMESPACE, WRITER, KEY = b"n" * 16, b"w" * 8, b"k" * 32
-FIRST: tuple[CodedPair, ...] = ((0, 5, "merged"), (2, 3, "fp8"))
+FIRST: tuple[CodedPair, ...] = ((0, 5, "merged"), (2, 3, "int8"))
 OTHER: tuple[CodedPair, ...] = ((0, 5, "merged"), (1, 4, "merged"))
 
 
 def layout(
-    pairs: tuple[CodedPair, ...] = FIRST, codes: tuple[str, ...] = ("merged", "fp8")
+    pairs: tuple[CodedPair, ...] = FIRST, codes: tuple[str, ...] = ("merged", "int8")
 ) -> PairedLayout:
     part = Segment(2048)
     return PairedLayout(TOKENS, (ALONE,) * LAYERS, slot=(part, part), codes=codes, pairs=pairs)
@@ -61,11 +61,11 @@ def test_other_numbers_of_pairs_and_other_codes_are_other_forms() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        layout(((0, 5, "merged"), (1, 4, "fp8"), (2, 3, "fp8"))),
-        layout(((0, 5, "other"), (2, 3, "fp8")), ("other", "fp8")),
+        layout(((0, 5, "merged"), (1, 4, "int8"), (2, 3, "int8"))),
+        layout(((0, 5, "merged"), (2, 3, "fp8")), ("merged", "fp8")),
         PageLayout(TOKENS, (ALONE,) * LAYERS),
     ],
-    ids=["more pairs", "another code", "no pairs"],
+    ids=["more pairs", "a code that is gone", "no pairs"],
 )
 def test_pages_that_cannot_be_divided_are_of_another_format(wrong: PageLayout) -> None:
     page = np.zeros(max(wrong.page_bytes, layout().page_bytes), np.uint8)
@@ -125,11 +125,11 @@ def test_pages_are_grouped_by_the_slot_that_a_layer_has() -> None:
 @pytest.mark.parametrize(
     "pairs",
     [
-        ((0, 5, "merged"), (1, 5, "fp8")),
-        ((2, 3, "fp8"), (0, 5, "fp8")),
-        ((0, 6, "fp8"),),
-        ((1, 1, "fp8"),),
-        ((2, 1, "fp8"),),
+        ((0, 5, "merged"), (1, 5, "int8")),
+        ((2, 3, "int8"), (0, 5, "int8")),
+        ((0, 6, "int8"),),
+        ((1, 1, "int8"),),
+        ((2, 1, "int8"),),
     ],
     ids=["twice", "order", "no such layer", "one layer", "order of layers"],
 )

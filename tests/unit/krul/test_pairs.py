@@ -129,9 +129,9 @@ I_R = [0.9, 0.7, 0.6, 0.9, 0.8, 0.7]
     [
         (EVERY, 0.5, 1.0, [(0, 3, "merged"), (1, 5, "merged")]),
         (EVERY - {(0, 3)}, 0.5, 1.0, [(1, 5, "merged"), (3, 4, "merged")]),
-        (EVERY, 0.75, 1.0, [(0, 3, "merged"), (4, 5, "fp8")]),  # 0, 3 and 4 are I-R layers
-        (EVERY, 0.5, 0.3, [(0, 3, "merged"), (4, 5, "fp8")]),  # of six layers two are merged
-        (set(), 0.5, 1.0, [(2, 3, "fp8"), (4, 5, "fp8")]),
+        (EVERY, 0.75, 1.0, [(0, 3, "merged"), (4, 5, "int8")]),  # 0, 3 and 4 are I-R layers
+        (EVERY, 0.5, 0.3, [(0, 3, "merged"), (4, 5, "int8")]),  # of six layers two are merged
+        (set(), 0.5, 1.0, [(2, 3, "int8"), (4, 5, "int8")]),
     ],
     ids=["all", "one may not", "I-R layers", "ratio", "none may"],
 )

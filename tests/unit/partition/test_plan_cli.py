@@ -361,7 +361,7 @@ def test_hits_that_take_longer_than_computing_them_are_refused(
     [
         ("llama-3-8b", "auto", "K and V 2,936 (4,096 plain)"),
         ("llama-2-7b", "exp4", "- codec exp4 is not for MHA in float16"),
-        ("deepseek-v3", "fp8", "- codec fp8 is not for MLA in bfloat16"),
+        ("deepseek-v3", "int8", "- codec int8 is not for MLA in bfloat16"),
         ("glm-5", "int8", "- codec int8 is not for DSA in bfloat16"),
     ],
 )

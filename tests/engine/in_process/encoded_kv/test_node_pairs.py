@@ -24,7 +24,7 @@ from tests.kit.host import PAGE, bare_controller, slots_of
 from tests.kit.ranks import Ranks, together
 from tests.kit.turns import Reduce, alone, answered, turn_of
 
-START = ((4, 5, "fp8"),)
+START = ((4, 5, "int8"),)
 """The pairs of the start."""
 MERGED, OTHER = ((1, 4, "merged"),), ((0, 2, "merged"),)
 
@@ -151,7 +151,7 @@ def test_each_node_has_its_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.asked == [([*range(8, 40)], 40), ([*range(28, 60)], 60)]
     assert counted == [
         *(("far", "merged", 0.1), ("far", "merged", 0.1)),
-        *(("pair", "merged"), ("pair", "fp8")),
+        *(("pair", "merged"), ("pair", "int8")),
     ]
 
 

@@ -23,7 +23,7 @@ from tests.engine.in_process.encoded_kv.test_start import bare_start, try_copies
 from tests.kit.host import DEVICE_PAGES, PAGE, Host, bits, checked, compare_all, kv_pool, slots_of
 
 LAYERS = 6
-FIRST: list[CodedPair] = [(0, 5, "merged"), (2, 3, "fp8")]
+FIRST: list[CodedPair] = [(0, 5, "merged"), (2, 3, "int8")]
 OTHER: list[CodedPair] = [(1, 2, "merged"), (4, 5, "merged")]
 
 
@@ -70,7 +70,7 @@ def test_a_page_with_a_pair_that_does_not_fit_is_lost() -> None:
     assert lost == []
 
 
-@pytest.mark.parametrize("layer", [0, 2], ids=["merged", "fp8"])
+@pytest.mark.parametrize("layer", [0, 2], ids=["merged", "int8"])
 @pytest.mark.parametrize("at", [0, 0.5, 0.99])
 def test_a_spoiled_slot_fails_the_check_in_service(layer: int, at: float) -> None:
     server = paired_host()
@@ -132,10 +132,10 @@ def alike(plan: Layout, first: int, second: int) -> None:
 @pytest.mark.parametrize(
     ("option", "mergeable", "pairs"),
     [
-        ({"pairs": TWO}, 1, ((0, 3, "fp8"), (1, 4, "merged"))),  # the other changes too much
+        ({"pairs": TWO}, 1, ((0, 3, "int8"), (1, 4, "merged"))),  # the other changes too much
         ({"pairs": TWO, "error": 2}, EVERY, ((0, 3, "merged"), (1, 4, "merged"))),
-        ({}, 1, ((2, 3, "fp8"), (4, 5, "fp8"))),  # what is not named
-        ({"pairs": PAIR, "error": 2}, EVERY, ((1, 4, "merged"), (3, 5, "fp8"))),
+        ({}, 1, ((2, 3, "int8"), (4, 5, "int8"))),  # what is not named
+        ({"pairs": PAIR, "error": 2}, EVERY, ((1, 4, "merged"), (3, 5, "int8"))),
     ],
     ids=["too much", "anything", "none named", "one named"],
 )
@@ -168,7 +168,7 @@ def test_impossible_pairs_are_refused(pairs: tuple[tuple[int, int], ...], why: s
 
 def test_only_its_codec_loads_the_plugin() -> None:
     assert page_plugin(HCacheConfig(codec="krul", mode="kv")) is not None
-    assert page_plugin(HCacheConfig(codec="fp8")) is None
+    assert page_plugin(HCacheConfig(codec="int8")) is None
 
 
 def test_a_model_that_keeps_something_of_each_batch_is_not_asked(

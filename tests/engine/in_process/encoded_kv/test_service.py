@@ -81,10 +81,9 @@ def by_reference(server: Host, *pages: int) -> torch.Tensor:
     return torch.stack([kv[part].view(torch.int16) for part in (0, 1) for kv in back])
 
 
-@pytest.mark.parametrize("codec", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_pages_come_back_as_the_reference_decodes_them(codec: str, dtype: torch.dtype) -> None:
-    server = Host(codec=codec, dtype=dtype)
+def test_pages_come_back_as_the_reference_decodes_them(dtype: torch.dtype) -> None:
+    server = Host(codec="int8", dtype=dtype)
     for planes in (server.device.k_buffer, server.device.v_buffer):
         for plane in planes:
             plane.mul_(torch.randn(plane.shape[1:]).exp())
@@ -175,7 +174,7 @@ def test_a_host_page_that_was_unfit_is_as_good_as_any_when_it_is_used_again() ->
 
 @pytest.mark.parametrize(
     ("codec", "at"),
-    [("exp4", 0), *((codec, at) for codec in ("none", "int8", "fp8") for at in (0, -1))],
+    [("exp4", 0), *((codec, at) for codec in ("none", "int8") for at in (0, -1))],
 )
 def test_spoiled_pages_fail_the_check_in_service(codec: str, at: int) -> None:
     """Of a lossy codec these are a code of K and a scale of V."""
@@ -235,7 +234,7 @@ def test_an_encoder_that_loses_more_than_it_says_fails_the_check_in_service(
     assert lost == [WRONG.format(0)]
 
 
-@pytest.mark.parametrize("codec", ["exp4", "int8", "fp8"])
+@pytest.mark.parametrize("codec", ["exp4", "int8"])
 def test_a_turn_compares_one_unit_of_each(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many pages wait, and however large they are: the scheduler's thread does it."""
     server = Host(codec=codec, heads=512)

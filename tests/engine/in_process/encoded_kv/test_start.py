@@ -176,7 +176,7 @@ def test_a_codec_of_wrong_bytes_is_refused(
         try_copies(plan)
 
 
-@pytest.mark.parametrize(("codec", "used"), [("int8", "none"), ("fp8", "fp8"), ("exp4", "exp4")])
+@pytest.mark.parametrize(("codec", "used"), [("int8", "none"), ("exp4", "exp4")])
 def test_a_change_that_is_too_large(
     codec: str, used: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,18 +190,15 @@ def test_a_change_that_is_too_large(
     assert bool(caplog.text) == (used == "none")
 
 
-@pytest.mark.parametrize("codec", ["int8", "fp8"])
-def test_a_codec_that_cannot_hold_it_is_refused(
-    codec: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_codec_that_cannot_hold_it_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     device = kv_pool()
     device.k_buffer[LAYERS - 1][2 * PAGE + 3, 1, 2] = float("inf")
     with caplog.at_level("WARNING", "hcache"):
-        assert tried(device, codec) == "none"
+        assert tried(device, "int8") == "none"
     assert "(codec 'none'): it cannot hold K and V of layer 1" in caplog.text
 
 
-SHARES = {"none": 1.0, "exp4": 0.766, "exp3": 0.725, "int8": 0.5625, "fp8": 0.5625}
+SHARES = {"none": 1.0, "exp4": 0.766, "exp3": 0.725, "int8": 0.5625}
 """Of the bytes of K and V: about what each codec leaves; the partition is chosen by them."""
 
 
@@ -218,11 +215,11 @@ SHARES = {"none": 1.0, "exp4": 0.766, "exp3": 0.725, "int8": 0.5625, "fp8": 0.56
         ("auto", {"dtype": torch.uint8}, 1, "none", ""),  # how SGLang keeps fp8
         ("none", {}, 1, "none", ""),
         ("int8", {}, 1, "int8", ""),
-        ("fp8", {"dtype": torch.float16}, 1, "fp8", ""),
+        ("int8", {"dtype": torch.float16}, 1, "int8", ""),
         ("exp4", {}, 2, "none", "codec 'exp4' takes no K and V of pipeline stages"),
         ("int8", {}, 2, "none", "codec 'int8' takes no K and V of pipeline stages"),
         ("exp4", {"dtype": torch.float32}, 1, "none", "K and V in bfloat16, not torch.float32"),
-        ("fp8", {"dtype": torch.float32}, 1, "none", "bfloat16 or float16, not torch.float32"),
+        ("int8", {"dtype": torch.float32}, 1, "none", "bfloat16 or float16, not torch.float32"),
         ("exp4", {"v_dim": 8}, 1, "none", "K and V of one shape, not (2, 8), (2, 16)"),
         ("exp4", {"heads": 1, "dim": 3}, 1, "none", "even number of values per token and group"),
         ("exp4", {"heads": 1, "dim": 2, "page": 4}, 1, "none", "multiple of 16"),

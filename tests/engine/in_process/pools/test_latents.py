@@ -214,7 +214,6 @@ def test_bytes_of_a_token_with_index_keys() -> None:
         ("auto", torch.uint8, "none", ""),
         ("exp4", torch.float16, "none", "latents in bfloat16, not torch.float16"),
         ("int8", torch.bfloat16, "none", "'int8' takes no latents of MLA"),
-        ("fp8", torch.bfloat16, "none", "'fp8' takes no latents of MLA"),
         ("krul", torch.bfloat16, "none", "'krul' takes no latents of MLA"),
     ],
 )

@@ -1,24 +1,24 @@
-"""``int8`` and ``fp8``: lossy, 0.51 of the bytes of 16-bit types in pages of 64 tokens.
+"""``int8``: lossy, 0.51 of the bytes of 16-bit types in pages of 64 tokens.
 
 Channels of K are of very different scales, tokens of V are: values in one *line* share a scale. A
 line of K is a channel, over all tokens of a unit; a line of V is one head of a token; a row of
 hidden states is one line. An encoded unit of ``n`` values is
 
-- ``n`` codes in the order of the values: integers up to 127, or e4m3 up to 448;
+- ``n`` codes in the order of the values: integers from -127 to 127;
 - zeros, so that the length is a multiple of 16;
 - the largest magnitude of every line in the type of the values: channel by channel, or token by
   token and there head by head.
 
-A value comes back as ``code * magnitude * (1 / 127)``, or ``1 / 448``, computed in float32 and
-rounded to the type: within 1/254 of the line's largest magnitude with ``int8``, within 1/16 of
-itself with ``fp8``. In a 16-bit type the largest one comes back as it is. So what was decoded has
-the same bytes when it is encoded again, unless it falls among the denormals of its type.
+A value comes back as ``code * magnitude * (1 / 127)``, computed in float32 and rounded to the type:
+within 1/254 of the line's largest magnitude. In a 16-bit type the largest one comes back as it is.
+So what was decoded has the same bytes when it is encoded again, unless it falls among the denormals
+of its type.
 
 An item does not fit when a value is not finite, or when the largest magnitude of a line is neither
 0 nor between 2**-100 and 2**100: products would leave float32.
 """
 
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,7 +26,7 @@ import triton
 from ..codec import KV, LATENT, ROWS, Codec, Program, UnsupportedRows
 from ..units import Cut
 from .kernel import decode_kernel, encode_kernel
-from .reference import FP8_LARGEST, INT8_LARGEST, encode_lines, values_of_codes
+from .reference import LARGEST, encode_lines
 
 _BLOCK_VALUES = 2048
 _LONGEST = 1024
@@ -50,19 +50,11 @@ class Lines(NamedTuple):
     blocks: int  # programs of a unit
 
 
-class ScaledCode(NamedTuple):
-    largest: float
-    inverse: float
-    fp8: bool
-    block: int
+class Int8(Codec):
+    """K and V in bfloat16 or float16 of any width; rows of hidden states in float32, too."""
 
-
-class ScaledCodec(Codec):
-    """What ``int8`` and ``fp8`` share: K and V in bfloat16 or float16 of any width, rows of hidden
-    states in float32, too."""
-
+    name = "int8"
     lossless = False
-    largest: ClassVar[float]
 
     def __init__(self, cut: Cut, dim: int, dtype: torch.dtype, planes: str = KV) -> None:
         super().__init__(cut, dim, dtype, planes)
@@ -92,14 +84,12 @@ class ScaledCodec(Codec):
         self.unit_bytes = tuple(lines.size for lines in self._lines)
         block = min(_BLOCK_VALUES, triton.next_power_of_2(cut.values))
         held = max(lines.span * lines.at_once for lines in self._lines)
-        of_all = ScaledCode(self.largest, 1 / self.largest, self.largest == FP8_LARGEST, block)
         # Not in one record: Triton 3.6 takes none inside of others.
-        second = self._lines[1] if len(planes) > 1 else None
-        code = {"CODE": of_all, "FIRST": self._lines[0], "SECOND": second}
+        code = {"FIRST": self._lines[0], "SECOND": self._lines[1] if len(planes) > 1 else None}
         per_item = cut.units * sum(lines.blocks for lines in self._lines)
         self.encoder = Program(encode_kernel, per_item, _warps(held), code)
         per_item = len(planes) * cut.units * -(-cut.values // block)
-        self.decoder = Program(decode_kernel, per_item, _warps(block), code)
+        self.decoder = Program(decode_kernel, per_item, _warps(block), {"BLOCK": block, **code})
 
     def _lines_of(self, plane: str) -> Lines:
         cut = self.cut
@@ -118,7 +108,7 @@ class ScaledCodec(Codec):
         parts, fits = [], []
         for plane, lines, values in zip(self.planes, self._lines, units.unbind(1), strict=True):
             in_lines, along = self._in_lines(plane, values.float())
-            codes, most, fit = encode_lines(in_lines, along, self.largest)
+            codes, most, fit = encode_lines(in_lines, along)
             encoded = codes.new_zeros((*values.shape[:2], lines.size))
             encoded[..., : self.cut.values] = codes.flatten(2)
             scales = most.to(self.dtype).flatten(2).contiguous()
@@ -132,11 +122,11 @@ class ScaledCodec(Codec):
         parts = encoded.split([cut.units * size for size in self.unit_bytes], dim=1)
         for plane, lines, part in zip(self.planes, self._lines, parts, strict=True):
             units = part.unflatten(1, (cut.units, -1))
-            codes = values_of_codes(units[..., : cut.values], self.largest)
+            codes = units[..., : cut.values].contiguous().view(torch.int8).float()
             values, along = self._in_lines(plane, codes.unflatten(2, (cut.tokens, cut.width)))
             scales = units[..., lines.scales :].contiguous().view(self.dtype).float()
             scales = scales.view(*values.shape[:along], 1, *values.shape[along + 1 :])
-            planes.append((values * scales * (1 / self.largest)).to(self.dtype).flatten(2))
+            planes.append((values * scales * (1 / LARGEST)).to(self.dtype).flatten(2))
         return torch.stack(planes, dim=1).unflatten(3, (cut.tokens, cut.width))
 
     def _in_lines(self, plane: str, units: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -150,11 +140,8 @@ class ScaledCodec(Codec):
             got, _ = self._in_lines(plane, back[:, number].float())
             want, along = self._in_lines(plane, units[:, number].float())
             most = want.abs().amax(along, keepdim=True)
-            if self.largest == INT8_LARGEST:
-                bound = most.expand_as(want) / 254
-            else:
-                bound = torch.maximum(want.abs() / 16, most / 448 / 1024)
-            bound += info.eps * (want.abs() + info.smallest_normal)  # of rounding to the type
+            rounding = info.eps * (want.abs() + info.smallest_normal)  # to the type
+            bound = most / (2 * LARGEST) + rounding
             if not bool(((got - want).abs() <= bound).all()):
                 return False
         return True
@@ -162,13 +149,3 @@ class ScaledCodec(Codec):
 
 def _warps(values: int) -> int:
     return max(1, min(8, values // (32 * _THREAD_VALUES)))
-
-
-class Int8(ScaledCodec):
-    name = "int8"
-    largest = INT8_LARGEST
-
-
-class Fp8(ScaledCodec):
-    name = "fp8"
-    largest = FP8_LARGEST

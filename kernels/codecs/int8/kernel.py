@@ -1,11 +1,12 @@
-"""The kernels of ``int8`` and ``fp8``. Words of planes are values."""
+"""The kernels of ``int8``. Words of planes are values."""
 
 import triton
 import triton.language as tl
 
 from ..units import ADDRESSES, WORK, in_plane, unit_bytes_at, unit_values
-from .reference import GREATEST, SMALLEST
+from .reference import GREATEST, LARGEST, SMALLEST
 
+_LARGEST, _INVERSE = tl.constexpr(LARGEST), tl.constexpr(1 / LARGEST)
 _SMALLEST_BITS = tl.constexpr((127 - 100) << 23)
 _GREATEST_BITS = tl.constexpr((127 + 100) << 23)
 assert (SMALLEST, GREATEST) == (2.0**-100, 2.0**100), "the bits of float32 above"
@@ -26,7 +27,6 @@ def encode_kernel(
     of_layer,  # blocks of lines of all items in a layer
     parts,  # of all layers
     AT: tl.constexpr,
-    CODE: tl.constexpr,
     FIRST: tl.constexpr,  # Lines of the first plane
     SECOND: tl.constexpr,  # of the second one, or None
 ):
@@ -42,22 +42,20 @@ def encode_kernel(
         if part < OF_FIRST:
             unit, block = part // FIRST.blocks, part % FIRST.blocks
             values = unit_values(first, second, table, layer, items, item, unit, AT)
-            fit = _encode_lines(values, target + unit * FIRST.size, block, AT, CODE, FIRST)
+            fit = _encode_lines(values, target + unit * FIRST.size, block, AT, FIRST)
             tl.store(fits + number, fit.to(tl.uint8))
         elif SECOND is not None:
             part -= OF_FIRST
             unit, block = part // SECOND.blocks, part % SECOND.blocks
             values = unit_values(first, second, table, layer, items, item, UNITS + unit, AT)
             target += UNITS * FIRST.size + unit * SECOND.size
-            fit = _encode_lines(values, target, block, AT, CODE, SECOND)
+            fit = _encode_lines(values, target, block, AT, SECOND)
             tl.store(fits + number, fit.to(tl.uint8))
         number += tl.num_programs(0)
 
 
 @triton.jit
-def _encode_lines(
-    values, encoded, block, AT: tl.constexpr, CODE: tl.constexpr, LINES: tl.constexpr
-):
+def _encode_lines(values, encoded, block, AT: tl.constexpr, LINES: tl.constexpr):
     """Encode a block of lines of a unit; whether they fit, 0 or 1."""
     AT_ONCE: tl.constexpr = LINES.at_once
     line = block * AT_ONCE + tl.arange(0, AT_ONCE)
@@ -70,12 +68,12 @@ def _encode_lines(
         bits = tl.maximum(bits, tl.max(magnitude, 1))
     usable = (bits >= _SMALLEST_BITS) & (bits <= _GREATEST_BITS)
     most = tl.where(usable, bits, 0).to(tl.float32, bitcast=True)
-    inverse = tl.where(usable, tl.div_rn(CODE.largest, tl.where(usable, most, 1.0)), 0.0)
+    inverse = tl.where(usable, tl.div_rn(_LARGEST, tl.where(usable, most, 1.0)), 0.0)
     for start in range(0, LINES.length, LINES.span):
         at, inside = _in_unit(line, start, LINES)
         value = tl.load(values + in_plane(at, AT), mask=inside, other=0.0).to(tl.float32)
         scaled = tl.where(usable[:, None], value, 0.0) * inverse[:, None]
-        code = _nearest_code(scaled, CODE.largest, CODE.fp8)
+        code = _nearest_integer(scaled)
         tl.store(encoded + at, code.to(tl.uint8), mask=inside)
     scales = (encoded + LINES.scales).to(tl.pointer_type(values.dtype.element_ty))
     tl.store(scales + line, most.to(values.dtype.element_ty), mask=line < LINES.number)
@@ -102,12 +100,12 @@ def decode_kernel(
     offsets,
     items,  # int64 [p * AT.slots], or None
     AT: tl.constexpr,
-    CODE: tl.constexpr,
+    BLOCK: tl.constexpr,  # values that a program decodes, a power of two
     FIRST: tl.constexpr,  # Lines of the first plane
     SECOND: tl.constexpr,  # of the second one, or None
 ):
     UNITS: tl.constexpr = AT.groups * AT.pieces
-    BLOCKS: tl.constexpr = (AT.tokens * AT.width + CODE.block - 1) // CODE.block
+    BLOCKS: tl.constexpr = (AT.tokens * AT.width + BLOCK - 1) // BLOCK
     OF_SECOND: tl.constexpr = 0 if SECOND is None else SECOND.size
     number, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     layer = tl.program_id(1).to(tl.int64)
@@ -116,59 +114,29 @@ def decode_kernel(
     encoded += (layer * count + item) * (UNITS * (FIRST.size + OF_SECOND))
     values = unit_values(first, second, table, layer, items, item, unit, AT)
     if unit < UNITS:
-        _decode_lines(encoded + unit * FIRST.size, values, block, AT, CODE, FIRST)
+        _decode_lines(encoded + unit * FIRST.size, values, block, AT, BLOCK, FIRST)
     elif SECOND is not None:
         encoded += UNITS * FIRST.size + (unit - UNITS) * SECOND.size
-        _decode_lines(encoded, values, block, AT, CODE, SECOND)
+        _decode_lines(encoded, values, block, AT, BLOCK, SECOND)
 
 
 @triton.jit
 def _decode_lines(
-    encoded, values, block, AT: tl.constexpr, CODE: tl.constexpr, LINES: tl.constexpr
+    encoded, values, block, AT: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr
 ):
-    at = block * CODE.block + tl.arange(0, CODE.block)
+    at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < AT.tokens * AT.width
     dtype = values.dtype.element_ty
     scales = (encoded + LINES.scales).to(tl.pointer_type(dtype))
     most = tl.load(scales + at // LINES.step % LINES.number, mask=inside, other=0.0)
-    code = tl.load(encoded + at, mask=inside, other=0).to(tl.int32)
-    value = _value_of_code(code, CODE.fp8) * most.to(tl.float32) * CODE.inverse
+    code = tl.load(encoded + at, mask=inside, other=0).to(tl.int8, bitcast=True)
+    value = code.to(tl.float32) * most.to(tl.float32) * _INVERSE
     tl.store(values + in_plane(at, AT), value.to(dtype), mask=inside)
 
 
 @triton.jit
-def _nearest_code(scaled, LARGEST: tl.constexpr, FP8: tl.constexpr):
-    """See :func:`.reference.nearest_codes`: int32, of which the last 8 bits are the code."""
-    scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)  # so not fused with what rounds it
-    return _to_fp8(scaled) if FP8 else _to_int8(scaled)
-
-
-# Both work on the bits of float32: rounding to nearest even has no portable name, and a GPU's own
-# conversion to fp8 begins with sm_89.
-@triton.jit
-def _to_int8(value):
-    """Nearest integer of ``value`` (float32, at most 127), ties to even, in the last 8 bits."""
-    return (value + 12582912.0).to(tl.int32, bitcast=True) & 0xFF  # 1.5 * 2**23
-
-
-@triton.jit
-def _to_fp8(value):
-    """Code of e4m3 nearest to ``value`` (float32, at most 448), ties to even."""
-    bits = value.to(tl.int32, bitcast=True)
-    sign, magnitude = bits >> 24 & 0x80, bits & 0x7FFFFFFF
-    normal = (magnitude + 0x7FFFF + (magnitude >> 20 & 1) >> 20) - (120 << 3)
-    # Below 2**-6 codes are multiples of 2**-9: the unit of the last bit of numbers near 2**14.
-    small = (tl.abs(value) + 16384.0).to(tl.int32, bitcast=True) & 0xF
-    return tl.where(magnitude < (121 << 23), small, normal) | sign
-
-
-@triton.jit
-def _value_of_code(code, FP8: tl.constexpr):
-    """The float32 value that a code (int32, 0 to 255) stands for."""
-    if FP8:
-        # The fields of e4m3 in those of float32; only the exponents' biases differ.
-        bits = (code & 0x7F) << 20 | (code & 0x80) << 24
-        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
-    else:
-        value = (code << 24 >> 24).to(tl.float32)
-    return value
+def _nearest_integer(scaled):
+    """The nearest integers from -127 to 127, ties to even: int32, of which the last 8 bits count.
+    By the bits of float32: rounding to nearest even has no portable name."""
+    scaled = tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST)  # so not fused with the sum below
+    return (scaled + 12582912.0).to(tl.int32, bitcast=True) & 0xFF  # 1.5 * 2**23
