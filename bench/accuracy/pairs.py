@@ -16,7 +16,7 @@ from bench.harness.methods import PAGE_SIZE
 from hcache_backend.config import KrulOption
 from hcache_backend.krul.pair_forms import MergedPair, changes_of_merges
 from hcache_backend.krul.pairs import Pair, attention_sums, closest_pairs
-from hcache_kernels.codecs import Codec, Cut
+from hcache_kernels.codecs import Codec, Cut, UnsupportedRows
 
 Choice = Callable[[Engine, History], Sequence[Pair]]
 PAIRED = 0.5  # share of the layers that are in pairs, as MiniCache has it
@@ -53,10 +53,13 @@ def merge_changes(engine: Engine, history: History) -> torch.Tensor:
     return changes_of_merges(form, units)
 
 
-def mergeable(engine: Engine) -> dict[str, float]:
+def mergeable(engine: Engine) -> dict[str, float] | None:
     """How many pairs of layers a server may merge by default, of how many, and the change of K or V
-    by the merge that changes least."""
-    changes = merge_changes(engine, engine.at_start())
+    by the merge that changes least; None if merges do not take the type of K and V."""
+    try:
+        changes = merge_changes(engine, engine.at_start())
+    except UnsupportedRows:
+        return None
     above = changes[torch.ones_like(changes).triu(1).bool()]
     few = int((above <= KrulOption().error).sum())
     return {"may_be_merged": few, "pairs": len(above), "least_change": float(above.min())}

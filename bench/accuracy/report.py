@@ -26,10 +26,12 @@ def start_rows(results: Row) -> list[Row]:
     """How exactly K and V come back, and the pairs that may be merged, as a server finds out at its
     start."""
     exactness, krul = results["exactness"], results["krul"]
-    merged = (
-        f"{krul['may_be_merged']:.0f} of {krul['pairs']:.0f}; the merge that changes least changes "
-        f"K or V by {krul['least_change']:.2f}"
-    )
+    merged = "none: merges take K and V in 16 bits"
+    if krul is not None:
+        merged = (
+            f"{krul['may_be_merged']:.0f} of {krul['pairs']:.0f}; the merge that changes least "
+            f"changes K or V by {krul['least_change']:.2f}"
+        )
     found = {
         "projected from hidden states": "; ".join(g["exactness"] for g in exactness["projected"]),
         "recomputed": exactness["recomputed"],

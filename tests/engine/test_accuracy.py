@@ -54,7 +54,7 @@ def test_what_each_method_changes_is_measured_beside_a_run_without_a_cache(tmp_p
     hits, asked = map(sum, zip(*results["reference"]["recall"].values(), strict=True))
     assert asked >= 4
     assert hits > 0.5 * asked > asked / len(VALUES)
-    assert "| hidden, int8 |" in done.stdout
+    assert "\nhidden, int8 " in done.stdout
     # Every server says how exact its K and V are; so does this one.
     [projected] = results["exactness"]["projected"]
     assert projected["layers"] == [*range(LAYERS)]
