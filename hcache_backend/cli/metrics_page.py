@@ -127,6 +127,7 @@ def top(
     before: dict[str, MetricsPage] = {}
 
     def read_server(url: str) -> dict[str, Any]:
+        """Its summary since the last call, or why there is none."""
         try:
             page = fetch(url)
         except NoMetrics as error:

@@ -162,7 +162,7 @@ def runs_between(
     total = end = 0
     for number, unit in enumerate(layout.units):
         eighths = unit.eighths & target.eighths
-        if not eighths & -eighths & part:  # the first of them
+        if not eighths & -eighths & part:  # the first of its eighths is in another file's part
             continue
         if not runs or end != unit.payload_offset:
             runs.append(Run(layout.header_bytes + unit.payload_offset, [], [], []))

@@ -184,7 +184,7 @@ def recompute_layers(
 
 
 def _fastest(costs: LayerCosts, partitions: Iterable[Partition], objective: Objective) -> Partition:
-    """The first of the fastest; the objective is not asked if the lower bound is too slow."""
+    """The first of the fastest. The objective is not asked if the lower bound is too slow."""
     best, limit = None, math.inf
     for partition in partitions:
         if costs.least(partition) < limit:

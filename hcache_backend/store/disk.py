@@ -284,8 +284,8 @@ class Disk:
         return arrived
 
     def _discard(self, entry: Entry, damaged: os.stat_result | None) -> None:
-        """Take just this file of a page out, if it still is the ``damaged`` one (the status that it
-        had), or still missing (None)."""
+        """Take this file of a page and its entry out, if it still has the status ``damaged`` (None:
+        if it still is missing)."""
         name = entry.name
 
         def work(folder: Folder) -> None:

@@ -431,10 +431,10 @@ def _unpack(page: bytes, records: bytes) -> list[Entry]:
     if len(page) != _NAME_BYTES or len(records) % _RECORD.size:
         raise DamagedIndexError(f"page {page.hex()} has a record of {len(records)} bytes")
     namespace, key, entries = page[:NAMESPACE_BYTES], page[NAMESPACE_BYTES:], []
-    for number, of, zero, blocks, writer, payload, rank in _RECORD.iter_unpack(records):
-        if of not in SHARD_COUNTS or number >= of or zero or not blocks or rank > LAST_RANK:
+    for number, count, zero, blocks, writer, payload, rank in _RECORD.iter_unpack(records):
+        if count not in SHARD_COUNTS or number >= count or zero or not blocks or rank > LAST_RANK:
             raise DamagedIndexError(f"page {page.hex()} has the record {records.hex()}")
-        name = PageName(namespace, key, Shard(number, of))
+        name = PageName(namespace, key, Shard(number, count))
         entries.append(Entry(name, blocks * BLOCK, payload, writer, rank))
     return entries
 

@@ -274,6 +274,7 @@ class HCacheStorage(HiCacheStorage):
         return any(map(all, zip(*map(self._tier.exists, near), strict=True)))
 
     def _exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
+        """Which pages of a pool L3 has; it is said to have none on a decode server."""
         present = [False] * len(keys)
         if not self._promises_hits:
             metrics.LOOKUPS.count("not_promised", len(keys))
@@ -303,6 +304,7 @@ class HCacheStorage(HiCacheStorage):
         return [Pages(pages, part, name, page_keys, prefix, alone) for part, name in names]
 
     def _namespace(self, pool: str, part: int, weights: Weights, **rank: object) -> bytes:
+        """The namespace of one part of the pages of a pool, of a ``rank`` or ours."""
         if self._runtime.pages.own and pool == PoolName.KV:
             return self._weights.page_namespace(weights)
         fields = {**self._pools[pool].fields(part), **self._kv_fields, **rank}

@@ -146,13 +146,13 @@ class LocalTier(Tier):
             taken, self._stats = self._stats, StorageMetrics()
         return taken
 
-    def _note(self, kind: str, memory: Sequence[Parts], done: list[bool], start: float) -> None:
-        """Add the pages that are ``done`` since ``start`` to what :meth:`take_stats` returns."""
+    def _note(self, kind: str, memory: Sequence[Parts], moved: list[bool], start: float) -> None:
+        """Add pages that were ``moved`` since ``start`` to what :meth:`take_stats` returns."""
         self._counters.publish()
-        size = sum(part.nbytes for page in compress(memory, done) for part in page)
+        size = sum(part.nbytes for page in compress(memory, moved) for part in page)
         rate = size / 1e9 / max(time.perf_counter() - start, 1e-9)  # SGLang wants GB/s
         with self._noting:
-            getattr(self._stats, f"{kind}_pgs").append(sum(done))
+            getattr(self._stats, f"{kind}_pgs").append(sum(moved))
             getattr(self._stats, f"{kind}_bandwidth").append(rate)
 
 
@@ -219,7 +219,7 @@ class SharedTier(Tier):
                 if arrived is None:
                     break
                 for row, ok in enumerate(arrived):
-                    hits.append(ok and self._take(row, part[row], memory[len(hits)]))
+                    hits.append(ok and self._copy_value(row, part[row], memory[len(hits)]))
         metrics.SHARED_PAGES.count("read", sum(hits))
         metrics.SHARED_PAGES.count("missed", len(hits) - sum(hits))
         metrics.SHARED_PAGES.count("not_asked", len(names) - len(hits))
@@ -289,7 +289,7 @@ class SharedTier(Tier):
             metrics.SHARED.set(self._name, state, value=0)
 
     def _write(self, names: Sequence[PageName], memory: Sequence[Parts]) -> list[bool] | None:
-        """Write copies of pages, because a late call reads its memory. None as :meth:`_ask`."""
+        """Write copies of pages: a late call may still read its memory. None as :meth:`_ask`."""
         if self._is_left_alone("writes"):  # its call may still read the copies of earlier pages
             return None
         rows = range(self._part, self._part + len(names))
@@ -305,8 +305,8 @@ class SharedTier(Tier):
 
         return self._ask(self._writing, write, self._backend.option.read_seconds)
 
-    def _take(self, row: int, name: PageName, page: Parts) -> bool:
-        """Copy a value to the memory of its page. Returns True if its trailer is right."""
+    def _copy_value(self, row: int, name: PageName, page: Parts) -> bool:
+        """Copy the value in a row to the memory of its page. False: its trailer is wrong."""
         start, value = 0, self._memory[row]
         for part in page:
             np.frombuffer(part, np.uint8)[:] = value[start : start + part.nbytes]
