@@ -35,7 +35,7 @@ class HiddenCapture:
 
     def __init__(self, layers: Sequence[tuple[torch.nn.Module, Iterable[torch.nn.Module]]]) -> None:
         self.staging: Staging | None = None  # recorded CUDA graphs copy to it
-        self._capture: StagedCapture | None = None
+        self._capture: StagedCapture | None = None  # None until its check has passed
         self._trial = self._tokens_only = False
         self._aside: Callable[[int, object], None] | None = None
         self._thread = get_ident()
@@ -53,9 +53,9 @@ class HiddenCapture:
         """Nothing is captured, now or later: no hook is left, and no memory on the device."""
         self._capture = None
         self.watch_only(())
-        if self.staging is not None:
-            self.staging.free()
-            self.staging = None
+        staging, self.staging = self.staging, None
+        if staging is not None:
+            staging.free()
 
     def watch_only(self, projections: Iterable[torch.nn.Module]) -> None:
         """It is known by now which linear modules are the projections, one for each layer."""
@@ -89,28 +89,22 @@ class HiddenCapture:
         finally:
             self._aside = None
 
-    def allocated(self, slots: torch.Tensor) -> None:
-        """Slots of the KV pool were allocated: whatever was captured for them is void."""
-        if self._capture is not None and slots.numel():
-            self._capture.ledger.allocated(slots)
-
     def forward(self, batch: Any, run: Callable[[], Any]) -> Any:
         """One forward pass of the engine: ``run`` does it."""
-        if self._capture is None:
+        if (capture := self._capture) is None:
             return run()
         self._thread = get_ident()
-        self._guarded(lambda capture: capture.ledger.pass_begins())
-        step = self._guarded(lambda capture: self._begin(capture, batch))
+        self._guarded(capture.ledger.pass_begins)
+        step = self._guarded(self._begin, capture, batch)
         output = run()
         if step is not None:
             replayed = bool(getattr(output, "can_run_graph", False))
-            self._guarded(lambda capture: self._end(capture, step, replayed))
+            self._guarded(self._end, capture, step, replayed)
         return output
 
-    def _guarded(self, work: Callable[[StagedCapture], Any]) -> Any:
-        assert self._capture is not None
+    def _guarded(self, work: Callable[..., Any], *args: object) -> Any:
         try:
-            return work(self._capture)
+            return work(*args)
         except Exception as error:
             self._failed(error)
             return None

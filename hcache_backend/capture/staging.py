@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeGuard
@@ -24,6 +25,8 @@ from hcache_backend.arena import Arena, Ids, ShadowChanges
 from hcache_backend.capture.ledger import Ledger, StepEntry, StepResult
 from hcache_backend.streams import (
     Event,
+    Stream,
+    StreamFailed,
     Work,
     current_stream,
     held_for_device,
@@ -165,12 +168,38 @@ class Staging:
 
 
 @dataclass(eq=False)
-class StagedCapture:
-    """Takes the hidden states of every token of every step to the arena's shadow pages. An eager
-    step may be up to ``staging.layers`` times as long as its capacity. Scheduler thread only.
-    Methods with tensor arguments run while the stream that made them is current."""
+class Capture:
+    """What a server captures of its forward passes: here nothing, for pages of K and V. Scheduler
+    thread only. Methods with tensor arguments run while the stream that made them is current."""
 
     arena: Arena
+
+    def allocated(self, slots: torch.Tensor) -> None:
+        """Slots of the KV pool were allocated: whatever was captured for them is void."""
+
+    def load_begins(self, slots: torch.Tensor, host_pages: Ids) -> None:
+        """``slots`` will hold the tokens of ``host_pages``."""
+
+    def settle(self) -> None:
+        """Tell the arena what is known of captured rows, without a wait."""
+
+    def go_before(self, stream: Stream) -> None:
+        """Let ``stream`` wait for the rows that are on their way to the arena."""
+
+    def take_back(self, host_pages: Ids) -> None:
+        """HiCache freed ``host_pages``, whose tokens may still be on the device."""
+        self.arena.free(host_pages)
+
+    def free_all(self) -> None:
+        """All host pages and slots were freed. Waits for what is on its way to pages."""
+        self.arena.clear()
+
+
+@dataclass(eq=False)
+class StagedCapture(Capture):
+    """Takes the hidden states of every token of every step to the arena's shadow pages. An eager
+    step may be up to ``staging.layers`` times as long as its capacity."""
+
     memory: torch.Tensor  # the arena's, uint8 [pages, stride]
     _staging: Staging
     _segments: Sequence[int]  # of a page, for each captured layer
@@ -352,10 +381,28 @@ class StagedCapture:
     def back_up(self, slots: Ids, host_pages: Ids) -> None:
         self._use_shadows(self.arena.swap(slots, host_pages))
 
+    def allocated(self, slots: torch.Tensor) -> None:
+        if slots.numel():
+            self.ledger.allocated(slots)
+
+    def load_begins(self, slots: torch.Tensor, host_pages: Ids) -> None:
+        self.ledger.loaded(slots, host_pages)
+
+    def settle(self) -> None:
+        self.ledger.settle(wait=False)
+
+    def go_before(self, stream: Stream) -> None:
+        stream.wait(self.transfers())
+
     def take_back(self, host_pages: Ids) -> None:
-        """HiCache freed ``host_pages``, whose tokens may still be on the device."""
         self.ledger.settle()
         self._use_shadows(self.arena.take_back(host_pages))
+
+    def free_all(self) -> None:
+        with suppress(StreamFailed):
+            self.transfers().synchronize()
+        self.ledger.forget()
+        super().free_all()
 
     def transfers(self) -> Event:
         """An event behind every transfer that was launched so far."""

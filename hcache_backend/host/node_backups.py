@@ -21,7 +21,7 @@ import torch
 from hcache_backend import metrics
 from hcache_backend.arena import NOT_ENCODABLE, Ids
 from hcache_backend.capture.ledger import Read
-from hcache_backend.capture.staging import StagedCapture
+from hcache_backend.capture.staging import Capture, StagedCapture
 from hcache_backend.format.page import PageLayout
 from hcache_backend.host.ports import Controller, HostPool
 from hcache_backend.metrics import logger
@@ -65,18 +65,17 @@ class Backup:
 
 @dataclass(eq=False)
 class NodeBackups:
-    """Scheduler thread only."""
+    """Of nodes of K and V, which need nothing from the model. Scheduler thread only."""
 
     _pool: HostPool
-    _capture: StagedCapture | None  # None: pages hold K and V only
+    _capture: Capture
     _layouts: NodeLayouts | None  # chooses those of nodes; None: all have the pool's
+    _alone: bool  # there are no pipeline stages, which cannot agree
     _controller: Controller
     _start: Callable[[], None]  # has HiCache launch the backups that are ready
-    _alone: bool  # there are no pipeline stages, which cannot agree
 
     def __post_init__(self) -> None:
         self._waiting: deque[Backup] = deque()  # as HiCache's write queue
-        self._passes = 0  # of the last turn
         self._tree: Any = None  # SGLang's, with the nodes whose layouts are chosen
 
     def propose_layouts(self, turn: Turn) -> None:
@@ -98,14 +97,61 @@ class NodeBackups:
 
     def begin_backup(self, slots: torch.Tensor, *, may_wait: bool) -> Backup | None:
         """A backup of tokens in ``slots`` (int64 ``[n]``, on the device); None, on every rank, if
-        a row is not valid. Pipeline stages back a node up in any case. False ``may_wait``: HiCache
-        needs the backup at once, or tokens of other weights, whose rows are void, may be cached."""
-        problem, tokens = self._controller.ended(), len(slots)
-        if self._capture is None:
-            if problem is not None:
-                _not_backed_up(problem, tokens)
-            return Backup() if problem is None else None
-        ledger = self._capture.ledger
+        there is a reason against it. Pipeline stages back a node up in any case. False
+        ``may_wait``: HiCache needs the backup at once, or tokens of other weights may be cached."""
+        problem = self._ended()
+        if problem is None or not self._alone:
+            return Backup()
+        _not_backed_up(problem, len(slots))
+        return None
+
+    def add_backup(self, backup: Backup, host_pages: Ids) -> None:
+        """HiCache queued ``backup``, to ``host_pages``."""
+        backup.host_pages = host_pages
+        self._pool.arena.expect(host_pages)
+        self._waiting.append(backup)
+
+    def launch(self, queue: Sequence[Any], *, may_wait: bool) -> list[Ids]:
+        """Let HiCache copy the backups that are ready; returns the host pages of each. ``queue`` is
+        HiCache's, of nodes that its tree knows by now."""
+        self._capture.settle()
+        if self._layouts is not None:
+            for operation in queue[self._layouts.nodes :]:
+                self._layouts.add_node(self._tree if may_wait else None, operation.node_ids)
+        launched = []
+        while self._waiting and (layout := self._ready(self._waiting[0])) is not None:
+            backup = self._waiting.popleft()
+            self._launch(backup, layout)
+            launched.append(backup.host_pages)
+        return launched
+
+    def settle_when_idle(self) -> bool:
+        """Returns True if backups are ready now: nothing was launched that a wait would delay."""
+        return False
+
+    def _ended(self) -> str | None:
+        """Reason why no node is backed up any more, or None."""
+        return None if self._controller.trusts() else "self-check failed"
+
+    def _ready(self, backup: Backup) -> PageLayout | None:
+        """The layout of the pages of ``backup``; None if it has to wait."""
+        return self._layouts.next_layout() if self._layouts is not None else self._pool.page_layout
+
+    def _launch(self, backup: Backup, layout: PageLayout) -> None:
+        self._pool.divide(backup.host_pages, layout)
+        metrics.TOKENS.count("backed_up", len(backup.host_pages) * layout.page_size)
+
+
+@dataclass(eq=False)
+class CapturedBackups(NodeBackups):
+    """Of nodes with hidden states: each has a backup if all of its rows are valid. Rows of other
+    weights are void."""
+
+    _capture: StagedCapture
+    _passes: int = field(default=0, init=False)  # that had begun at the last turn
+
+    def begin_backup(self, slots: torch.Tensor, *, may_wait: bool) -> Backup | None:
+        problem, tokens, ledger = self._ended(), len(slots), self._capture.ledger
         backup = Backup(due=ledger.passes + _PASSES)
         # Passes of pipeline stages begin at different times.
         may_wait = may_wait and self._alone and ledger.none_lost
@@ -124,31 +170,7 @@ class NodeBackups:
             backup.due = 0  # nothing is waited for: another stage may have launched its own
         return backup
 
-    def add_backup(self, backup: Backup, host_pages: Ids) -> None:
-        """HiCache queued ``backup``, to ``host_pages``."""
-        backup.host_pages = host_pages
-        self._pool.arena.expect(host_pages)
-        self._waiting.append(backup)
-
-    def launch(self, queue: Sequence[Any], *, may_wait: bool) -> list[Ids]:
-        """Let HiCache copy the backups that are ready; returns the host pages of each. ``queue`` is
-        HiCache's, of nodes that its tree knows by now."""
-        if self._capture is not None:
-            self._capture.ledger.settle(wait=False)
-        if self._layouts is not None:
-            for operation in queue[self._layouts.nodes :]:
-                self._layouts.add_node(self._tree if may_wait else None, operation.node_ids)
-        launched = []
-        while self._waiting and (layout := self._ready(self._waiting[0])) is not None:
-            backup = self._waiting.popleft()
-            self._launch(backup, layout)
-            launched.append(backup.host_pages)
-        return launched
-
     def settle_when_idle(self) -> bool:
-        """Returns True if backups are ready now: nothing was launched that a wait would delay."""
-        if self._capture is None:
-            return False
         ledger = self._capture.ledger
         idle, self._passes = ledger.passes == self._passes, ledger.passes
         if not idle or not self._waiting:
@@ -158,19 +180,14 @@ class NodeBackups:
             backup.due = 0
         return True
 
+    def _ended(self) -> str | None:
+        return super()._ended() or (self._capture.ledger.broken and "capture broke")
+
     def _ready(self, backup: Backup) -> PageLayout | None:
-        if self._layouts is not None:
-            return self._layouts.next_layout()
-        passes = 0 if self._capture is None else self._capture.ledger.passes
-        return self._pool.page_layout if backup.due <= passes else None
+        return self._pool.page_layout if backup.due <= self._capture.ledger.passes else None
 
     def _launch(self, backup: Backup, layout: PageLayout) -> None:
-        tokens = len(backup.host_pages) * layout.page_size
-        if self._capture is None:
-            self._pool.divide(backup.host_pages, layout)
-            metrics.TOKENS.count("backed_up", tokens)
-            return
-        slots = backup.slots
+        slots, tokens = backup.slots, len(backup.host_pages) * layout.page_size
         if backup.valid and slots.values is None:
             self._capture.ledger.settle()  # the pass that should have copied them could not
         problem = self._problem(slots)
@@ -187,8 +204,8 @@ class NodeBackups:
     def _problem(self, slots: Read) -> str | None:
         """Reason why a node in ``slots`` cannot be backed up, or None."""
         if slots.values is None:
-            return self._controller.ended() or "capture broke"
-        return self._controller.ended() or self._pool.arena.problem(slots.values)
+            return self._ended() or "capture broke"
+        return self._ended() or self._pool.arena.problem(slots.values)
 
 
 def _not_backed_up(problem: str, tokens: int) -> None:

@@ -60,8 +60,9 @@ class HostPool(Protocol):
 class Controller(Protocol):
     """What ranks agree on, and the order of streams (:class:`.OwnPagesController`)."""
 
+    trusts: Callable[[], bool]
+
     def agreed(self, *fine: int) -> list[int]: ...
-    def ended(self) -> str | None: ...
     def after_forwards(self, stream: Stream) -> None: ...
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from hcache_backend.capture.hooks import HiddenCapture
+from hcache_backend.capture.staging import Capture
 from hcache_backend.host.loads import QueuedLoad
 from hcache_backend.host.ports import Reservations
 from hcache_backend.sglang.tree import is_on_device, slots_to
@@ -22,7 +22,7 @@ from hcache_backend.sglang.tree import is_on_device, slots_to
 class ReservablePages:
     """Free pages of SGLang's ``allocator``, some reserved. ``capture`` is given all allocations."""
 
-    def __init__(self, allocator: Any, capture: HiddenCapture | None = None) -> None:
+    def __init__(self, allocator: Any, capture: Capture) -> None:
         self.eager: Reservations | None = None  # reserves pages; None until it is set
         self.cache: Any = None  # the radix cache, whose pages can be evicted; None until known
         self.load: QueuedLoad | None = None  # allocations get the pages prepared for it
@@ -88,7 +88,7 @@ class ReservablePages:
         return self._given(self._alloc(need_size))
 
     def _given(self, slots: Any) -> Any:
-        if self._capture is not None and isinstance(slots, torch.Tensor):
+        if isinstance(slots, torch.Tensor):
             self._capture.allocated(slots)
         return slots
 

@@ -18,11 +18,11 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 
 from hcache_backend import metrics, streams
 from hcache_backend.arena import Ids
-from hcache_backend.capture.staging import StagedCapture
+from hcache_backend.capture.staging import Capture
 from hcache_backend.checks.service import KVChecks, ServiceChecks
 from hcache_backend.config import ConfigError
 from hcache_backend.host.loads import LoadQueue, Prefix, QueuedLoad
-from hcache_backend.host.node_backups import NodeBackups, NodeLayouts
+from hcache_backend.host.node_backups import NodeBackups
 from hcache_backend.host.page_headers import PageHeaders
 from hcache_backend.host.ports import Controller
 from hcache_backend.host.stages import StagePages
@@ -38,8 +38,6 @@ from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.sglang.storage_threads import READ
 from hcache_backend.sglang.tree import token_array
 
-_STAGED_PASSES = 16  # at least as many as are under way between pipeline stages
-
 
 @dataclass(frozen=True)
 class Stack:
@@ -52,9 +50,11 @@ class Stack:
     stages: StagePages
     kv_checks: KVChecks
     judge: Callable[[str], None]  # on all ranks, with the name of an L3 other than our store
-    capture: StagedCapture | None = None  # fills hidden states; None: pages hold K and V only
-    checks: ServiceChecks | None = None  # of hidden states, likewise
-    layouts: NodeLayouts | None = None  # of nodes; None: all are alike
+    capture: Capture
+    headers: PageHeaders
+    backups: Callable[[Controller, Callable[[], None]], NodeBackups]
+    trusts: Callable[[], bool]  # True: this rank believes its pages
+    checks: ServiceChecks | None  # of hidden states; None: pages have none
 
 
 class OwnPagesController(HybridCacheController, Controller):
@@ -65,20 +65,13 @@ class OwnPagesController(HybridCacheController, Controller):
         self._runtime, self._weights = stack.runtime, stack.runtime.weights
         self._pool, self._loads = stack.pool, stack.loads
         self.eager, self.stages, self._kv_checks = stack.eager, stack.stages, stack.kv_checks
-        self._judge, self._capture = stack.judge, stack.capture
-        runtime, pool, capture, alone = self._runtime, self._pool, self._capture, stack.stages.alone
-        positions = int(runtime.runner.model_config.context_len)
-        layout, hidden, writer = pool.page_layout, capture is not None, runtime.writer
-        self._headers = PageHeaders(self._weights, pool.arena, layout, hidden, positions, writer)
-        self.node_backups = NodeBackups(
-            pool, capture, stack.layouts, self, self.start_writing, alone
-        )
-        if capture is not None and not alone:
-            capture.ledger.without_results = _STAGED_PASSES
+        self._judge, self._capture, self._headers = stack.judge, stack.capture, stack.headers
+        self.node_backups = stack.backups(self, self.start_writing)
+        self.trusts = stack.trusts
         self.checks = [each for each in (stack.checks, stack.kv_checks) if each is not None]
         self._batches: BatchedReads | None = None
         if self.eager is not None:
-            self._batches = BatchedReads(pool.page_size, runtime.l3)
+            self._batches = BatchedReads(self._pool.page_size, self._runtime.l3)
         self.prefix: Prefix = lambda: None  # slots of the tokens before the present load
         self._never_loaded = False  # True: host pages that no load can use are to be evicted
         super().__init__(*hicache, **arguments)
@@ -159,23 +152,11 @@ class OwnPagesController(HybridCacheController, Controller):
         super().start_writing()
         self.write_queue.extend(later)
 
-    def ended(self) -> str | None:
-        if self._capture is None:
-            failed = self._kv_checks.failed and self.stages.alone
-            return "self-check failed" if failed else None
-        if self._weights.quarantine is not None:
-            return "self-check failed"
-        return "capture broke" if self._capture.ledger.broken is not None else None
-
     def agreed(self, *fine: int) -> list[int]:
         """Smallest values over all ranks; at most 0 if a rank lost its trust: then this one does,
         too."""
-        if self._capture is None and self.stages.alone:  # K and V need nothing from the model
-            trusts = not self._kv_checks.failed
-        else:
-            trusts = self._weights.quarantine is None
-        *agreed, trusted = smallest(self.tp_group, *fine, trusts)
-        if not trusted and self._capture is not None:
+        *agreed, trusted = smallest(self.tp_group, *fine, self.trusts())
+        if not trusted:
             self._weights.begin_quarantine("another tensor-parallel rank failed its self-check")
         return [one if trusted else min(one, 0) for one in agreed]
 
@@ -195,16 +176,14 @@ class OwnPagesController(HybridCacheController, Controller):
             return None
         device_indices = ask() if self.eager is None else self.eager.load(load, ask)
         if device_indices is not None:
-            if self._capture is not None:
-                self._capture.ledger.loaded(device_indices, host_pages)
+            self._capture.load_begins(device_indices, host_pages)
             self._loads.add_load(load)
         return device_indices
 
     def _planned(self, host_pages: Ids) -> QueuedLoad | None:
         """A load of ``host_pages`` (int64 ``[pages]``), or None: a miss on every rank."""
         problem, load, needed = None, None, host_pages
-        if self._capture is not None:
-            self._capture.ledger.settle(wait=False)
+        self._capture.settle()
         if self.eager is not None and not self._loads.stored_from:
             needed = host_pages[~self.eager.restores.ready_pages(host_pages)]
         self.stages.exchange_messages()
@@ -242,8 +221,7 @@ class OwnPagesController(HybridCacheController, Controller):
         return load or QueuedLoad(host_pages)
 
     def write_storage(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self._capture is not None:  # the backup is done, so its rows have arrived
-            self._capture.ledger.settle(wait=False)
+        self._capture.settle()  # the backup is done, so its rows have arrived
         self.stages.exchange_messages()
         if self.eager is not None:
             self.eager.until_saved(self._pool.page_ids(host_indices))

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.pool_host.base import HostKVCache
 from hcache_backend import metrics
 from hcache_backend.arena import NO_NAMESPACE, Arena, Ids
 from hcache_backend.capture.hooks import RecomputedRows
-from hcache_backend.capture.staging import StagedCapture
+from hcache_backend.capture.staging import Capture
 from hcache_backend.format.page import PageLayout
 from hcache_backend.host.loads import LoadQueue
 from hcache_backend.host.ports import HostPool
@@ -63,7 +63,6 @@ class OwnPagesPool(HostKVCache, HostPool):
     ) -> None:
         self.page_layout, self._pages, self._kv = page_layout, pages, kv
         self._namespace = namespace
-        self._capture: StagedCapture | None = None
         self._frees_duplicates = True
         self.layer_num = len(page_layout.segment_bytes)
         self.target_layer_num = self.layer_num - len(kv.drafts)
@@ -103,11 +102,9 @@ class OwnPagesPool(HostKVCache, HostPool):
         )
         assert self.page_num == pages.host
 
-    def connect(
-        self, loads: LoadQueue, capture: StagedCapture | None = None, frees_duplicates: bool = True
-    ) -> None:
-        """Give the pool its queue of loads and, if layers are captured, the capture.
-        ``frees_duplicates``: HiCache frees pages of tokens that are still on the device."""
+    def connect(self, loads: LoadQueue, capture: Capture, frees_duplicates: bool = True) -> None:
+        """Give the pool its queue of loads and the capture. ``frees_duplicates``: HiCache frees
+        pages of tokens that are still on the device."""
         self._loads, self._capture = loads, capture
         self._frees_duplicates = frees_duplicates
 
@@ -135,6 +132,7 @@ class OwnPagesPool(HostKVCache, HostPool):
             )
         host_pages, shadows = self._pages
         self.arena = Arena(buffer.numpy(), self.page_layout, host_pages, shadows, self._namespace)
+        self._capture = Capture(self.arena)  # until the server's own is connected
         return buffer
 
     def page_ids(self, host_indices: torch.Tensor) -> Ids:
@@ -148,7 +146,7 @@ class OwnPagesPool(HostKVCache, HostPool):
             # First: tokens on the device may take rows back that are still to come.
             for callback in self.on_freed:
                 callback(host_pages)
-            if self._capture is not None and self._frees_duplicates:
+            if self._frees_duplicates:
                 self._capture.take_back(host_pages)
             else:
                 self.arena.free(host_pages)
@@ -157,15 +155,10 @@ class OwnPagesPool(HostKVCache, HostPool):
 
     def clear(self) -> None:
         # The next owner of a page may write it at once, so nothing may be on its way there.
-        ends = [self._backed_up]
-        if self._capture is not None:  # its rows are written without a backup, too
-            ends.append(self._capture.transfers())
-        for end in filter(None, ends):
+        if self._backed_up is not None:
             with contextlib.suppress(StreamFailed):
-                end.synchronize()
-        if self._capture is not None:
-            self._capture.ledger.forget()
-        self.arena.clear()
+                self._backed_up.synchronize()
+        self._capture.free_all()  # rows are written without a backup, too
         super().clear()
 
     def backup_from_device_all_layer(
@@ -197,8 +190,8 @@ class OwnPagesPool(HostKVCache, HostPool):
             if of_kv is not None:
                 on_host = host_tensor(of_kv.shape, torch.bool, device)
                 fits = (*fits, on_host.copy_(of_kv, non_blocking=True))
-        if self._capture is not None:  # table entries were exchanged: rows may be on their way
-            current_stream(device).wait(self._capture.transfers())
+        # Table entries may have been exchanged whose rows are on their way.
+        self._capture.go_before(current_stream(device))
         for callback in self.on_backed_up:
             callback(host_pages, slots)
         tickets = self.arena.tickets(host_pages)

@@ -51,7 +51,7 @@ def _capture_forward(
     ours = runner is runtime.runner  # not that of a draft model
     if ours and order is not None:
         order.forward_begins()
-    return capture.forward(forward_batch, run) if ours and capture is not None else run()
+    return capture.forward(forward_batch, run) if ours else run()
 
 
 def _before_replay(original: Original, graphs: Any, *a: Any, **kw: Any) -> Any:

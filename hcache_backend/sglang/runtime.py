@@ -77,7 +77,7 @@ class ServerPages:
 class Forwards:
     """Stands around forward passes of the model."""
 
-    capture: HiddenCapture | None = None
+    capture: HiddenCapture = field(default_factory=lambda: HiddenCapture(()))
     order: CollectiveOrder | None = None  # None: restores have no collectives
     no_capture: str = "the log says why"  # CUDA graphs were recorded without copies
     recorded: Staging | None = None  # recorded graphs read the places of a step from it

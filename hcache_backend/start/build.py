@@ -27,7 +27,7 @@ from sglang.srt.runtime_context import get_memory
 
 from hcache_backend import metrics
 from hcache_backend.capture.hooks import HiddenCapture, RecomputedRows
-from hcache_backend.capture.staging import StagedCapture, Staging
+from hcache_backend.capture.staging import Capture, StagedCapture, Staging
 from hcache_backend.checks.round_trip import CaptureCheck, check_copies, check_lossy, whole_pages
 from hcache_backend.checks.self_check import (
     CHECK_TOKENS,
@@ -43,6 +43,8 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.format.units import WHOLE, Shard
 from hcache_backend.host.layout import Layout
 from hcache_backend.host.loads import LoadQueue
+from hcache_backend.host.node_backups import CapturedBackups, NodeBackups
+from hcache_backend.host.page_headers import PageHeaders
 from hcache_backend.host.segments import KVSegments, head_groups, shard_of_heads
 from hcache_backend.host.stages import StagePages
 from hcache_backend.metrics import logger
@@ -69,7 +71,7 @@ from hcache_backend.sglang.groups import attention_ranks, new_stage_group
 from hcache_backend.sglang.hook_registry import Hook, install
 from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool
 from hcache_backend.sglang.passes import make_recomputer, run_again
-from hcache_backend.sglang.runtime import Forwards, Runtime, current
+from hcache_backend.sglang.runtime import Runtime, current
 from hcache_backend.sglang.weights import LoadedWeights
 from hcache_backend.start import page_plan
 from hcache_backend.start.capabilities import (
@@ -95,6 +97,7 @@ _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
 _RESERVED = 0.5  # largest share of the device's pages that hits being read may reserve
+_STAGED_PASSES = 16  # at least as many as are under way between pipeline stages
 
 
 class OwnPagesStrategy(StackStrategy):
@@ -220,19 +223,20 @@ class Start:
         layout: Layout,
         host: HostPages,
         recomputer: Recomputer | None,
-        hooks: HiddenCapture | None,
+        hooks: HiddenCapture,
     ) -> HiddenPlan:
         """The plan of checked pages, with all that capture and projections need. ``hooks``: those
-        that CUDA graphs were recorded with; None: new ones. From now on the model has them, and
-        only projections are watched."""
+        that CUDA graphs were recorded with; without staging new ones are made. From now on the
+        model has them, and only projections are watched."""
         codec, layers, device = layout.codec, layout.hidden_layers, layout.kvcache.device
         assert codec is not None
-        staging = None if hooks is None else hooks.staging
+        staging = hooks.staging
         if staging is None:
             width, dtype = codec.hidden_size, codec.dtype
             staging = page_plan.take_staging(self._runner, len(layers), width, dtype, device)
         memory = page_plan.projection_memory(layout, codec, self.projector)
-        hooks = hooks or HiddenCapture([(layer.module, ()) for layer in layers])
+        if hooks.staging is None:
+            hooks = HiddenCapture([(layer.module, ()) for layer in layers])
         hooks.watch_only(layer.projection for layer in layers)
         hooks.staging, self._runtime.forwards.capture = staging, hooks
         return HiddenPlan(
@@ -451,16 +455,22 @@ def build_stack(
     """Within the block SGLang's strategy builds HiCache's components around our host pool and our
     controller, as the plan says."""
     layout, kvcache, config = plan.layout, plan.layout.kvcache, server.config
+    weights, alone = runtime.weights, params.pp_size == 1
     ranks, allocator = attention_ranks(), params.token_to_kv_pool_allocator
     allocator = getattr(allocator, "full_attn_allocator", allocator)  # without that of windows
     hidden = plan if isinstance(plan, HiddenPlan) else None
-    pool, order = _host_pool(runtime.weights, params, plan), None
+    pool, order = _host_pool(weights, params, plan), None
     if ranks.world_size > 1 and (hidden is not None or layout.exchange is not None):
         order = runtime.forwards.order = CollectiveOrder(kvcache.device)
     reason = refusal(EAGER, replace(server, allocator=allocator, exchanges=order is not None))
     if reason is not None:
         runtime.options.unused[EAGER] = reason
-    capture = None if hidden is None else _start_capture(runtime.weights, pool, hidden)
+    capture, new_rows = Capture(pool.arena), None
+    backups: Callable[..., NodeBackups] = partial(NodeBackups, pool, capture)
+    if hidden is not None:
+        capture = staged = _start_capture(weights, pool, hidden, alone)
+        new_rows = partial(RecomputedRows, staged, hidden.staging, hidden.hooks)
+        backups = partial(CapturedBackups, pool, staged)
     pipeline, estimates = plan.pipeline(pool.kv_buffer, projector, order), runtime.l3.estimates
     loads = LoadQueue(
         pool.arena,
@@ -469,7 +479,7 @@ def build_stack(
         plan.recomputer,
         kvcache.device,
         estimates.slowdown,
-        runtime.weights.cannot_restore,
+        weights.cannot_restore,
         estimates.measured_restore,
     )
     write_back = get_memory().hicache_write_policy == "write_back"
@@ -479,22 +489,27 @@ def build_stack(
     layouts = eager = None
     if plan.plugin is not None:
         layouts = plan.plugin.backups(layout.page, params.tp_cache_group, ranks.world_size)
-    if hidden is not None or reason is None:  # the model's hooks see what is allocated
-        free = ReservablePages(allocator, hidden.hooks if hidden else None)
+    if hidden is not None or reason is None:  # capture sees what is allocated
+        free = ReservablePages(allocator, capture)
         if reason is None:
-            eager = _eager_loads(runtime, config, free, pool, pipeline, loads, hidden, capture)
-    kv_checks, checks = _service_checks(runtime.weights, config, pool, plan, projector, order)
+            eager = _eager_loads(runtime, config, free, pool, pipeline, loads, new_rows)
+    kv_checks, checks = _service_checks(weights, config, pool, plan, projector, order)
+    positions, writer = int(runtime.runner.model_config.context_len), runtime.writer
+    headers = PageHeaders(weights, pool.arena, layout.page, hidden is not None, positions, writer)
+    kv_alone = hidden is None and alone  # a quarantine for another reason leaves K and V right
     stack = Stack(
         runtime=runtime,
         pool=pool,
         loads=loads,
         eager=eager,
-        stages=StagePages(runtime.weights, pool.arena, plan.host.host, new_stage_group),
+        stages=StagePages(weights, pool.arena, plan.host.host, new_stage_group),
         kv_checks=kv_checks,
         judge=partial(judge_hits, runtime, config),
         capture=capture,
+        headers=headers,
+        backups=partial(backups, layouts, alone),
+        trusts=lambda: not kv_checks.failed if kv_alone else weights.quarantine is None,
         checks=checks,
-        layouts=layouts,
     )
     return with_our_pool(kvcache, pool, partial(OwnPagesController, stack))
 
@@ -506,13 +521,10 @@ def _eager_loads(
     pool: OwnPagesPool,
     pipeline: RestorePipeline,
     loads: LoadQueue,
-    hidden: HiddenPlan | None,
-    capture: StagedCapture | None,
+    new_rows: Callable[[], RecomputedRows] | None,
 ) -> EagerLoads:
     """Restores of pages that arrive, and recomputation of others, while L3 is read."""
-    methods, new_rows = loads.methods, None
-    if hidden is not None and capture is not None:
-        new_rows = partial(RecomputedRows, capture, hidden.staging, hidden.hooks)
+    methods = loads.methods
     budget = SliceBudget(
         config.recompute_ms / 1e3,
         methods.chunk_tokens,
@@ -587,9 +599,13 @@ def use_own_pages(
     )
 
 
-def _start_capture(weights: LoadedWeights, pool: OwnPagesPool, plan: HiddenPlan) -> StagedCapture:
+def _start_capture(
+    weights: LoadedWeights, pool: OwnPagesPool, plan: HiddenPlan, alone: bool
+) -> StagedCapture:
     """Capture hidden states in every forward pass."""
     staging, capture = plan.staging, plan.capture(pool.arena, pool.kv_buffer)
+    if not alone:
+        capture.ledger.without_results = _STAGED_PASSES
     plan.hooks.use(capture, tokens_only=plan.recomputer is not None)
     weights.on_weights_changed.append(capture.ledger.forget)
     size = Staging.bytes_for(staging.layers, staging.row_bytes, staging.capacity) / 1e6
@@ -600,11 +616,11 @@ def _start_capture(weights: LoadedWeights, pool: OwnPagesPool, plan: HiddenPlan)
 
 def capture_nothing(runtime: Runtime) -> None:
     """Remove the capture hooks of the model, and free their staging."""
-    if (hooks := runtime.forwards.capture) is not None:
-        # Recorded graphs read the targets of a step from this memory in every replay.
-        runtime.forwards = Forwards(recorded=hooks.staging)
-        with metrics.catching("staging_not_freed", "staging keeps its memory on the device"):
-            hooks.remove()
+    forwards = runtime.forwards
+    # Recorded graphs read the targets of a step from this memory in every replay.
+    forwards.recorded = forwards.capture.staging or forwards.recorded
+    with metrics.catching("staging_not_freed", "staging keeps its memory on the device"):
+        forwards.capture.remove()
 
 
 def _before_graphs(original: Callable[..., Any], runner: Any, *a: Any, **kw: Any) -> Any:
@@ -645,13 +661,13 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         logger.exception("hcache: CUDA graphs are recorded without copies of hidden states")
 
 
-def check_recording(runtime: Runtime, hidden: torch.Tensor) -> HiddenCapture | None:
-    """Capture hooks of the recorded CUDA graphs; None if none are recorded. Raises Refused if they
-    do not capture rows like those of ``hidden``, ``[n, hidden]``."""
+def check_recording(runtime: Runtime, hidden: torch.Tensor) -> HiddenCapture:
+    """Capture hooks of the recorded CUDA graphs; without staging if none are recorded. Raises
+    Refused if they do not capture rows like those of ``hidden``, ``[n, hidden]``."""
     hooks, why = runtime.forwards.capture, runtime.forwards.no_capture
     if runtime.runner.device == "cpu" or graphs_are_off():
         return hooks
-    if hooks is None or hooks.staging is None:
+    if hooks.staging is None:
         raise Refused(f"CUDA graphs were recorded without our copies: {why}")
     copied = hooks.staging.width, hooks.staging.dtype
     if copied != (hidden.shape[1], hidden.dtype):

@@ -169,7 +169,7 @@ def documented(title: str) -> set[str]:
 
 def test_every_kind_and_reason_is_documented() -> None:
     assert documented("`kind` of `hcache_problems_total`") == kinds()
-    not_backed_up = texts("arena.py", "problem") | texts("sglang/controller.py", "ended")
+    not_backed_up = texts("arena.py", "problem") | texts("host/node_backups.py", "_ended")
     not_backed_up |= {"rows_not_encodable", "another_rank", "host_pool_full"}
     assert documented("`reason` of `hcache_not_backed_up_tokens_total`") == not_backed_up
     not_restored = texts("sglang/controller.py", "_planned") | {"another_rank"}

@@ -1,5 +1,6 @@
 """A host pool of own pages over a stand-in for SGLang's pool, and the check of it in service."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -7,9 +8,12 @@ from unittest.mock import patch
 import torch
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
+from hcache_backend.capture.staging import Capture
 from hcache_backend.checks.service import KVChecks
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
+from hcache_backend.host.node_backups import CapturedBackups, NodeBackups
+from hcache_backend.host.page_headers import PageHeaders
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul.segments import PairedSegments
 from hcache_backend.plan.restore import Partition, Restore
@@ -103,7 +107,7 @@ class Host:
         self.pipeline = RestorePipeline(self.pool.kv_buffer, layout, restored, 8 * PAGE, "cpu")
         methods = Restore(None, None, Partition(0, 0, layers), chunk_tokens=8 * PAGE)
         self.loads = LoadQueue(self.pool.arena, self.pipeline, methods, None, "cpu")
-        self.pool.connect(self.loads)
+        self.pool.connect(self.loads, Capture(self.pool.arena))
 
     def back_up(self, *pages: int) -> torch.Tensor:
         host = self.pool.alloc(PAGE * len(pages))
@@ -172,6 +176,10 @@ def bare_controller(
     lacking = [name for name in ("arena", "page_layout", "page_size") if not hasattr(pool, name)]
     for name in lacking:
         setattr(pool, name, None)
+    captured, kv_checks = capture is not None, kv_checks or nothing
+    capture, weights = capture or Capture(pool.arena), runtime.weights
+    kind = CapturedBackups if captured else NodeBackups
+    positions, writer = runtime.runner.model_config.context_len, runtime.writer
     with patch.object(HybridCacheController, "__init__", lambda *_, **__: None):
         stack = Stack(
             runtime=runtime,
@@ -179,11 +187,13 @@ def bare_controller(
             loads=loads,
             eager=eager,
             stages=stages,
-            kv_checks=kv_checks or nothing,
+            kv_checks=kv_checks,
             judge=lambda name: None,
             capture=capture,
+            headers=PageHeaders(weights, pool.arena, pool.page_layout, captured, positions, writer),
+            backups=partial(kind, pool, capture, layouts, True),
+            trusts=lambda: weights.quarantine is None if captured else not kv_checks.failed,
             checks=checks,
-            layouts=layouts,
         )
         made: Any = OwnPagesController(stack)
     usual = {

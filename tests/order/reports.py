@@ -98,7 +98,7 @@ SERVED = {
     "stream.wait(streams.of(self.load_fence_stream).record())": Report(
         "conversations", "device to host reads what forward writes", "kv"
     ),
-    "sglang/host_pool.py:_save current_stream(device).wait(self._capture.transfers())": Report(
+    "capture/staging.py:go_before stream.wait(self.transfers())": Report(
         "conversations", "device to host reads what hcache transfer writes", query="late"
     ),
     "sglang/host_pool.py:load_to_device_per_layer restore.wait_for_layer(layer_id)": Report(

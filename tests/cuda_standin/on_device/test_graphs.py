@@ -160,7 +160,7 @@ def test_a_decode_step_is_three_launches_and_makes_nothing_that_it_could_use_aga
 
             device.launches.clear()
             with launches() as seen:
-                model.hooks.allocated(where)
+                engine.capture.allocated(where)
                 model.hooks.forward(batch, run)
             torch.cuda.synchronize()
             kernels = tuple(launch.kernel.__name__ for launch in device.launches)

@@ -369,7 +369,7 @@ def _misses_on_rank_1() -> None:
     import random
 
     from hcache_backend.capture.ledger import Ledger
-    from hcache_backend.host.node_backups import NodeBackups
+    from hcache_backend.host.node_backups import CapturedBackups
     from hcache_backend.host.page_headers import PageHeaders
     from hcache_backend.tiers.storage import HCacheStorage
 
@@ -392,7 +392,7 @@ def _misses_on_rank_1() -> None:
     wrap(HCacheStorage, "_get", lose_some)  # or it cannot be read
     wrap(PageHeaders, "verified_pages", lambda count: max(0, count - 1))
     wrap(PageHeaders, "may_project", lambda may: False)
-    wrap(NodeBackups, "_problem", lambda problem: "rows not valid")
+    wrap(CapturedBackups, "_problem", lambda problem: "rows not valid")
     name = "none_lost"  # if not, backups must not wait
     whole: Any = vars(Ledger)[name]
     setattr(Ledger, name, property(lambda ledger: whole.fget(ledger) and not unlucky()))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
+from hcache_backend.capture.staging import Capture
 from hcache_backend.host.loads import QueuedLoad
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.estimates import L3Progress
@@ -36,7 +37,7 @@ def eager(checker: Checker) -> None:
     allocator = PagedTokenToKVPoolAllocator(
         (PAGES - 1) * SIZE, SIZE, torch.float32, GPU, SimpleNamespace(), need_sort=False
     )
-    pages = ReservablePages(allocator)
+    pages = ReservablePages(allocator, Capture(loading.arena))
     pool = SimpleNamespace(
         page_size=SIZE,
         arena=loading.arena,
