@@ -115,6 +115,14 @@ def _latent(folder: Path, tokens: int) -> Path:
     return build_model("deepseek", folder, **shape, **mlp, **dense)
 
 
+def _sparse(folder: Path, tokens: int) -> Path:
+    """DeepSeek V3.2's latents and index keys; a query attends to 256 tokens."""
+    shape = _shape(tokens)
+    dense = {"first_k_dense_replace": layers(tokens), "kv_lora_rank": 512, "index_topk": 256}
+    mlp = {"intermediate_size": shape["hidden_size"] * 11 // 4}
+    return build_model("deepseek_v32", folder, **shape, **mlp, **dense)
+
+
 def _mixture(folder: Path, tokens: int) -> Path:
     shape = _shape(tokens)
     return build_model("qwen3_moe", folder, **shape, moe_intermediate_size=shape["hidden_size"])
@@ -162,6 +170,12 @@ WITH_FLAGS = {
         _hybrid("qwen3_5", "linear_attention"),
         arguments=lambda _: ("--max-mamba-cache-size", "24"),
         environment={"SGLANG_MAMBA_CONV_DTYPE": "float32"},
+    ),
+    "DSA": Model(
+        "latents, index keys",
+        _sparse,
+        codec="exp4",
+        arguments=lambda _: ("--attention-backend", "dsa"),
     ),
 }
 """Models of other kinds, or under flags of production, which are measured if they are named."""
