@@ -22,6 +22,7 @@ from tests.engine.harness.ours import (
     projections,
 )
 from tests.engine.harness.reference import first_difference
+from tests.engine.harness.sparse import PACKED, SPARSE, sparse_logprobs
 
 pytestmark = pytest.mark.engine
 
@@ -35,6 +36,7 @@ CASES = [
     for name in (*ROTATED, "opt", "gpt2")
     for dtype in ("bfloat16", "float16")
 ]
+OF_GLM = {"kv_lora_rank": 256, "indexer_types": ["full", "shared"]}
 FIGURES = re.compile(r"K (\S+)% equal, (\S+) ulp, V (\S+)% equal, (\S+) ulp")
 
 
@@ -204,3 +206,47 @@ def test_recomputed_layers_are_as_exact_as_loaded_ones_where_sums_depend_on_the_
         assert "not used: recomputation" not in log
         assert found[name]["differ"] <= max(found["kv"]["differ"], found["own"]["differ"]) + 2
         assert found[name]["mean"] <= 2 * max(found["kv"]["mean"], found["own"]["mean"])
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "arguments"),
+    [
+        ("deepseek_v32", {}, ()),
+        pytest.param("glm_5", OF_GLM, PACKED, marks=pytest.mark.long),
+    ],
+    ids=["deepseek_v32", "glm_5, FP8"],
+)
+def test_sparse_attention_in_bfloat16_is_as_exact_as_in_pytorch(
+    name: str,
+    changes: dict[str, Any],
+    arguments: Sequence[str],
+    model_cache: Path,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Log-probabilities of tokens behind a history, computed and from L3, are equal. They are as
+    far from float32 as PyTorch's are in bfloat16. These two differ by as much from each other: a
+    last place decides which token is the last one chosen, and two layers amplify that least."""
+    model = build_model(name, model_cache, num_hidden_layers=2, first_k_dense_replace=2, **changes)
+    asked = {"dtype": "bfloat16", "extra_args": arguments}
+    options = our_server(model, tmp_path, hcache={"mode": "auto"}, **SPARSE, **asked)
+    texts, start = [random_tokens(700, 7_000 + seed) for seed in range(3)], 450
+    with Server(options) as server:
+        computed = [server.score(text, start) for text in texts]
+        server.flush_cache()
+        restored = [server.score(text, start) for text in texts]
+    assert [found for _, _, found in restored] == [448] * 3
+    assert [found[:2] for found in restored] == [found[:2] for found in computed]
+
+    def by_reference(dtype: str) -> list[float]:
+        return [p for text in texts for p in sparse_logprobs(options, text, start, dtype)]
+
+    def mean_distance(found: Sequence[float]) -> float:
+        return fmean(abs(one - other) for one, other in zip(found, exact, strict=True))
+
+    exact = by_reference("float32")
+    served = mean_distance([p for _, found, _ in restored for p in found])
+    in_torch = mean_distance(by_reference("bfloat16"))
+    record_property("served", served)
+    record_property("torch", in_torch)
+    assert served <= 1.25 * in_torch

@@ -8,21 +8,18 @@ from typing import Any
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 
 
-def load_reference(model: Path) -> Any:
-    """The model as transformers runs it, in float32. Kept until its weights change or four others
-    came."""
+def load_reference(model: Path, dtype: str = "float32") -> Any:
+    """The model as transformers runs it. Kept until its weights change or four others came."""
     newest = max(weights.stat().st_mtime_ns for weights in model.glob("*.safetensors"))
-    return _load(model, newest)
+    return _load(model, dtype, newest)
 
 
 @lru_cache(maxsize=4)
-def _load(model: Path, _newest: int) -> Any:
+def _load(model: Path, dtype: str, _newest: int) -> Any:
     stub_torchvision()
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(
-        model, dtype="float32", local_files_only=True
-    ).eval()
+    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True).eval()
 
 
 def first_difference(got: Sequence[int], want: Sequence[int]) -> int | None:

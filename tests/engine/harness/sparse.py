@@ -36,13 +36,19 @@ def assert_sparse_output(options: ServerOptions, asked: Sequence[Conversation]) 
     if options.tp > 1:
         _assert_as_without_a_cache(options, asked)
         return
-    pool: Pool = "fp8_e4m3" if PACKED[1] in options.extra_args else "bfloat16"
-    turned = TURNED.items() <= options.extra_env.items()
     for turn in turns_of(asked):
         reply = turn.reply.output_ids
-        tokens = turn.prompt + reply[:-1]
-        logits = _logits(Path(options.model), tokens, len(reply), pool, turned)
+        logits = _logits(options, turn.prompt + reply[:-1], len(reply), "float32")
         assert_equal_tokens(reply, logits.argmax(-1).tolist())
+
+
+def sparse_logprobs(
+    options: ServerOptions, tokens: list[int], start: int, dtype: str
+) -> list[float]:
+    """Log-probabilities of the tokens from `start` on, by the reference in `dtype`."""
+    logits = _logits(options, tokens[:-1], len(tokens) - start, dtype)
+    found = logits.float().log_softmax(-1)[range(len(logits)), tokens[start:]]
+    return list(found.tolist())
 
 
 def _assert_as_without_a_cache(options: ServerOptions, asked: Sequence[Conversation]) -> None:
@@ -54,11 +60,13 @@ def _assert_as_without_a_cache(options: ServerOptions, asked: Sequence[Conversat
             assert_equal_tokens(turn.reply.output_ids, want.output_ids)
 
 
-def _logits(model: Path, tokens: list[int], last: int, pool: Pool, turned: bool) -> Any:
+def _logits(options: ServerOptions, tokens: list[int], last: int, dtype: str) -> Any:
     """Logits behind each of the `last` tokens, `[last, vocabulary]`."""
     import torch
 
-    reference = load_reference(model)
+    pool: Pool = "fp8_e4m3" if PACKED[1] in options.extra_args else "bfloat16"
+    turned = TURNED.items() <= options.extra_env.items()
+    reference = load_reference(Path(options.model), dtype)
     with torch.inference_mode(), _written_out(reference, pool, turned):
         return reference(input_ids=torch.tensor([tokens]), logits_to_keep=last).logits[0]
 
