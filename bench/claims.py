@@ -20,7 +20,7 @@ from hcache_backend.plan.plan import PartitionPlan
 from hcache_backend.plan.profile import preset_profile
 
 MARK = re.compile(r"(<!-- = ([\w-]+) -->)(.*?)(<!-- / -->)", re.DOTALL)
-HITS = ("hits", "hits_latents", "hits_sides", "hits_flags")
+HITS = ("hits", "hits_latents", "hits_sides", "hits_dsa", "hits_flags")
 
 Recorded = Callable[[str], Any]  # content of the results of a name
 
