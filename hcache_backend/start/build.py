@@ -129,6 +129,8 @@ class OwnPagesStrategy(StackStrategy):
             plan = start.plan(self._no_hidden)
             with build_stack(self._runtime, start.server, params, plan, start.projector):
                 stack = strategy_of(kvcache, own=True).build(**arguments)
+            if type(kvcache) is DSATokenToKVPool:
+                stack.pool_declarations = ()  # our pages hold the indexer's keys
             tell(self._runtime)
             return stack
         except Refused as refused:

@@ -274,7 +274,7 @@ class HCacheStorage(HiCacheStorage):
         return any(map(all, zip(*map(self._tier.exists, near), strict=True)))
 
     def _exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
-        """Which pages of a pool L3 has; it is said to have none on a decode server."""
+        """Which pages of a pool L3 has; on a decode server the answer is none."""
         present = [False] * len(keys)
         if not self._promises_hits:
             metrics.LOOKUPS.count("not_promised", len(keys))
