@@ -30,9 +30,9 @@ def assert_sound_arena(arena: Arena) -> None:
 
 def assert_sound_reservations(eager: EagerRestores) -> None:
     """No device page is held twice, or by nobody, and there are not more than allowed."""
-    held = [page for one in eager._reservations for page in one.pages if page.held]
+    held = [page for one in eager._reservations for page in one.pages if page.is_held]
     assert len(held) == len(eager._reserved) <= eager.limit
     assert all(eager._reserved[page.host_page] is page for page in held)
-    numbers = [(page.of, range(page.number, page.number + 1)) for page in held]
+    numbers = [(page.reservation, range(page.number, page.number + 1)) for page in held]
     slots = [slot for one, number in numbers for slot in eager._slots(one, number).tolist()]
     assert len(set(slots)) == len(slots) == eager._size * len(held)

@@ -255,9 +255,9 @@ class Ways:
         pipeline = RestorePipeline(*given)
         bring = pipeline._bring_own
 
-        def slow(part: Part, to: torch.Tensor) -> None:
-            bring(part, to)
-            self._slow_down(to.numel(), rate)
+        def slow(part: Part, target: torch.Tensor) -> None:
+            bring(part, target)
+            self._slow_down(target.numel(), rate)
 
         pipeline._bring_own = slow  # type: ignore[method-assign]
         first = methods.count("recompute")
@@ -270,7 +270,7 @@ class Ways:
 
         history.poison()
         took = device.milliseconds(restore)
-        report = pipeline.finished()[-1]
+        report = pipeline.take_finished()[-1]
         of_layer = 4.0 * history.tokens * history.shape.hidden * history.shape.width
         flops = of_layer * methods.count("hidden")
         counted = ", ".join(f"{methods.count(m)} {m}" for m in dict.fromkeys(methods))

@@ -2,8 +2,9 @@
 
 They are, in one of three ways (the numbers are in :mod:`hcache_backend.projection.exactness`):
 
-- to the bit: copies, rows of hidden states, codecs without loss (:func:`equal`);
-- within rounding, and the loss of a codec: projected K and V, lossy codecs (:func:`difference`);
+- to the bit: copies, rows of hidden states, codecs without loss (:func:`rows_equal`);
+- within rounding, and the loss of a codec: projected K and V, lossy codecs
+  (:func:`difference_problem`);
 - as exact as the model's own at other batch sizes: recomputed layers, specs
   (:meth:`.KVExactness.as_good_as`).
 
@@ -21,52 +22,55 @@ from hcache_backend.projection.exactness import difference_on_device, tolerance
 from hcache_backend.projection.projector import Projector
 
 
-def equal(got: torch.Tensor, want: torch.Tensor, fits: torch.Tensor | None = None) -> bool:
-    """True if rows are equal that the codec holds (``fits``, bool ``[n]``): none else is read."""
-    return torch.equal(got, want) if fits is None else torch.equal(got[fits], want[fits])
+def rows_equal(got: torch.Tensor, wanted: torch.Tensor, fits: torch.Tensor | None = None) -> bool:
+    """True if the rows are equal that the codec holds (``fits``, bool ``[n]``; None: all)."""
+    return torch.equal(got, wanted) if fits is None else torch.equal(got[fits], wanted[fits])
 
 
-def difference(what: str, differences: Sequence[float], allowed: float) -> str | None:
+def difference_problem(what: str, differences: Sequence[float], allowed: float) -> str | None:
     """The problem if K or V differ by more than ``allowed``, relative to their root mean square.
     ``what`` says of ``{}``, which becomes K or V, that it differs."""
-    for name, found in zip("KV", differences, strict=True):
-        if not found <= allowed:  # not a number, too
-            return f"{what.format(name)} by {found:.2e} (allowed {allowed:.1g})"
+    for name, value in zip("KV", differences, strict=True):
+        if not value <= allowed:  # not a number, too
+            return f"{what.format(name)} by {value:.2e} (allowed {allowed:.1g})"
     return None
 
 
-def of_kv(got: KV, want: KV) -> torch.Tensor:
+def kv_differences(got: KV, wanted: KV) -> torch.Tensor:
     """Relative differences of K and V: float64 ``[2]`` on the device, without waiting."""
-    return torch.stack([difference_on_device(*pair) for pair in zip(got, want, strict=True)])
+    return torch.stack([difference_on_device(*pair) for pair in zip(got, wanted, strict=True)])
 
 
-def projected(
+def compare_projection(
     layer: AttentionLayer,
     hidden: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
     projector: Projector,
 ) -> torch.Tensor | str:
-    """:func:`of_kv` of projected K and V against those that the model wrote to ``slots``, or the
-    reason why there are none. ``hidden`` (``[n, hidden]``) may have been through a codec."""
+    """:func:`kv_differences` of projected K and V against those that the model wrote to ``slots``,
+    or the reason why there are none. ``hidden`` (``[n, hidden]``) may have been through a codec."""
     try:
-        found = projector.project(layer, hidden, positions)
+        kv = projector.project(layer, hidden, positions)
     except ProjectionFailed as error:
         return str(error)
     except (torch.OutOfMemoryError, MemoryError):  # that says nothing of the layer
         raise
     except Exception as error:  # a model's own code, called in a way it was not made for
         return f"{layer.name} cannot be called alone: {type(error).__name__}: {error}"
-    return of_kv(found, projector.pool.fetch(layer.kernel, slots, hidden.dtype))
+    return kv_differences(kv, projector.pool.fetch(layer.kernel, slots, hidden.dtype))
 
 
-def projected_difference(
-    layer: AttentionLayer, differences: Sequence[float], kept: torch.dtype, codec: str = "none"
+def projection_problem(
+    layer: AttentionLayer,
+    differences: Sequence[float],
+    pool_dtype: torch.dtype,
+    codec: str = "none",
 ) -> str | None:
-    """The problem if rounding (``kept``: type of the KV pool) and the codec of hidden states do not
-    explain the differences of :func:`projected`."""
+    """The problem if rounding (``pool_dtype``: of the KV pool) and the codec of hidden states do
+    not explain the differences of :func:`compare_projection`."""
     what = f"projected {{}} of {layer.name} differs from the model's"
-    return difference(what, differences, tolerance(kept, codec))
+    return difference_problem(what, differences, tolerance(pool_dtype, codec))
 
 
 def first_problem(problems: Iterable[str | None]) -> str | None:

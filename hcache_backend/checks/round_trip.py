@@ -13,8 +13,13 @@ import numpy as np
 import torch
 
 from hcache_backend.arena import NOT_ENCODABLE, Arena, Ids
-from hcache_backend.checks.comparison import difference, equal, of_kv, projected_difference
-from hcache_backend.checks.self_check import CHECK_TOKENS, given, kept, refusing
+from hcache_backend.checks.comparison import (
+    difference_problem,
+    kv_differences,
+    projection_problem,
+    rows_equal,
+)
+from hcache_backend.checks.self_check import CHECK_TOKENS, first_argument, keep_rows, refuse_errors
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import Shard
 from hcache_backend.host.ports import HiddenPages
@@ -27,11 +32,12 @@ from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import StreamFailed, host_tensor
 
-_FROM, _TO, _HOST = (1, 2), (4, 3), (1, 0)  # pages of the pool, and of host memory between them
+# Pages of the pool that are copied, those to which they come back, and pages of host memory.
+_SOURCES, _TARGETS, _HOST = (1, 2), (4, 3), (1, 0)
 
 
 class _OwnShare(Exchange):
-    """Without other ranks: their shards are zeros."""
+    """An exchange without other ranks: their shards are zeros."""
 
     on_scheduler_thread = False
 
@@ -52,34 +58,35 @@ def check_copies(layout: PageLayout, kv: KVSegments) -> None:
     by_layer = [kv.planes(layer) for layer in kv.layers]
     planes = [plane for layer in by_layer for plane in layer]
     size, device = layout.page_size, planes[0].device
-    if len(planes[0]) <= size * max(*_FROM, *_TO):
+    if len(planes[0]) <= size * max(*_SOURCES, *_TARGETS):
         raise Refused("the KV pool is too small to try copies of its pages")
     slots, others = (
         torch.cat([torch.arange(page * size, (page + 1) * size) for page in pages]).to(device)
-        for pages in (_FROM, _TO)
+        for pages in (_SOURCES, _TARGETS)
     )
     memory = host_tensor((len(_HOST), layout.stride), torch.uint8, device).zero_()
     layout.divide(memory.numpy())
-    beside = [keys for layer in kv.layers for keys in kv.keys.rows(layer)]
-    buffers = [*(plane.view(torch.uint8) for plane in planes), *beside]
-    touched, first = torch.cat((slots, others)), kv.kept(slots[:size])
-    own, there = kv.kept(slots), kv.kept(others)  # the tokens that must come back
-    with kept(buffers, touched), refusing("K and V cannot be copied: "):
+    index_keys = [keys for layer in kv.layers for keys in kv.keys.rows(layer)]
+    buffers = [*(plane.view(torch.uint8) for plane in planes), *index_keys]
+    touched, first_page = torch.cat((slots, others)), kv.kept(slots[:size])
+    sources, targets = kv.kept(slots), kv.kept(others)  # the tokens that must come back
+    with keep_rows(buffers, touched), refuse_errors("K and V cannot be copied: "):
         for buffer in buffers:
             buffer[slots] = torch.randint_like(buffer[slots], 1, 256)
             buffer[others] = 0
-        wanted = [buffer[own] for buffer in buffers]
+        wanted = [buffer[sources] for buffer in buffers]
         if kv.codec != "none":
             for plane in planes:
-                plane[first] = torch.randn_like(plane[first])
-            of_first = [[plane[first] for plane in layer] for layer in by_layer]
-            decoded = [plane for back in kv.through_codec(layout, of_first)[0] for plane in back]
-            for held, plane in zip(wanted, decoded, strict=False):  # index keys are as they are
-                held[: len(first)] = plane.view(torch.uint8).to(device)
+                plane[first_page] = torch.randn_like(plane[first_page])
+            first_planes = [[plane[first_page] for plane in layer] for layer in by_layer]
+            decoded_layers = kv.through_codec(layout, first_planes)[0]
+            decoded = [plane for layer in decoded_layers for plane in layer]
+            for content, plane in zip(wanted, decoded, strict=False):  # index keys are as they are
+                content[: len(first_page)] = plane.view(torch.uint8).to(device)
         pages = torch.tensor(_HOST, device="cpu" if kv.by_header else device)
         fits = kv.save(layout, memory, pages, slots)
-        others_stay = RestoredLayer("kv", copy=lambda *_: None)
-        restored = [others_stay] * len(layout.segment_bytes)
+        untouched = RestoredLayer("kv", copy=lambda *_: None)
+        restored = [untouched] * len(layout.segment_bytes)
         for layer in kv.layers:
             restored[layer] = kv.restored_layer(layer)
         exchange = _OwnShare(layout.shard) if kv.shares_tokens else None
@@ -89,14 +96,15 @@ def check_copies(layout: PageLayout, kv: KVSegments) -> None:
         pipeline.start(np.array(_HOST), others).synchronize()
         rows: list[torch.Tensor | None] = [None] * len(buffers)
         if fits is not None:
-            flags = fits.repeat_interleave(len(first), 1).repeat_interleave(len(by_layer[0]), 0)
+            flags = fits.repeat_interleave(len(first_page), 1)
+            flags = flags.repeat_interleave(len(by_layer[0]), 0)
             rows[: len(flags)] = flags
         compared = zip(buffers, wanted, rows, strict=True)
-        right = [equal(buffer[there], held, fit) for buffer, held, fit in compared]
-    if not all(right[: len(planes)]):
-        layer = kv.layers[right.index(False) // len(by_layer[0])]
+        are_equal = [rows_equal(buffer[targets], content, fit) for buffer, content, fit in compared]
+    if not all(are_equal[: len(planes)]):
+        layer = kv.layers[are_equal.index(False) // len(by_layer[0])]
         raise Refused(f"K or V of layer {layer} come back from host memory as something else")
-    if not all(right):
+    if not all(are_equal):
         raise Refused("an indexer's keys come back from host memory as something else")
     if fits is not None and not bool(fits[:, 0].all()):
         layer = kv.layers[fits[:, 0].tolist().index(False)]
@@ -112,19 +120,19 @@ def whole_pages(slots: torch.Tensor, page_size: int) -> torch.Tensor:
 
 def check_lossy(kv: KVSegments, layout: PageLayout, slots: torch.Tensor, most: float) -> None:
     """Encode and decode the model's K and V in ``slots`` (int64 ``[p * page_size]``). Raises
-    Refused if a layer does not fit, or changes too much; by ``most`` with a code of a plug-in."""
+    Refused if a layer does not fit, or changes too much: with a code of a plug-in by ``most``."""
     planes = [[plane[slots].cpu() for plane in kv.planes(layer)] for layer in kv.layers]
-    encoded, fits = kv.through_codec(layout, planes)
-    for layer, exact, back, fit in zip(kv.layers, planes, encoded, fits, strict=True):
+    decoded_layers, fits = kv.through_codec(layout, planes)
+    for layer, exact, decoded, fit in zip(kv.layers, planes, decoded_layers, fits, strict=True):
         if not bool(fit.all()):
             raise Refused(f"it cannot hold K and V of layer {layer}")
-        found = []
-        for got, wanted in zip(back, map(torch.Tensor.float, exact), strict=True):
+        differences = []
+        for got, wanted in zip(decoded, map(torch.Tensor.float, exact), strict=True):
             # All tokens count alike: an outlier would hide the losses of the others.
             scale = wanted.square().mean(2, keepdim=True).sqrt().clamp_min(1e-12)
-            found.append(relative_difference(got.float() / scale, wanted / scale))
+            differences.append(relative_difference(got.float() / scale, wanted / scale))
         allowed = CODEC_TOLERANCE.get(kv.code_of(layout, layer), most)
-        problem = difference(f"it changes {{}} of layer {layer}", found, allowed)
+        problem = difference_problem(f"it changes {{}} of layer {layer}", differences, allowed)
         if problem is not None:
             raise Refused(problem)
 
@@ -160,7 +168,7 @@ class CaptureCheck:
         received: dict[int, torch.Tensor] = {}
 
         def receive(layer: int, _: Any, args: Any, kwargs: Any) -> None:
-            received.setdefault(layer, given(args, kwargs).detach().clone())
+            received.setdefault(layer, first_argument(args, kwargs).detach().clone())
 
         watched = [
             layer.projection.register_forward_pre_hook(
@@ -176,9 +184,9 @@ class CaptureCheck:
                 self._slots = run()
             self._capture.transfers().synchronize()
             self._capture.ledger.settle()
-            problem = self._back_up(self._slots.cpu().numpy()) or self._difference(received)
+            problem = self._back_up(self._slots.cpu().numpy()) or self._rows_problem(received)
         except Exception as error:
-            problem = _described(error)
+            problem = _describe_error(error)
             with suppress(StreamFailed):  # staging may be given back
                 self._capture.transfers().synchronize()
         finally:
@@ -192,22 +200,23 @@ class CaptureCheck:
         """Restore to other pages of the pool; raises Refused if K or V differ from the model's."""
         layout, size = self._layout, self._layout.page.page_size
         first = len(layout.methods.layers("recompute"))
-        there = self._slots + (int(self._slots.max()) // size) * size
-        if int(there.max()) >= len(layout.kvcache.k_buffer[0]):
+        targets = self._slots + (int(self._slots.max()) // size) * size
+        if int(targets.max()) >= len(layout.kvcache.k_buffer[0]):
             raise Refused("the KV pool is too small to try a restore")
         try:
             pages = self._arena.physical(self._pages)
-            restore = self._pipeline.start(pages, there, first_layer=first)
+            restore = self._pipeline.start(pages, targets, first_layer=first)
             for event in restore.layers[first:]:
                 event.synchronize()
         except Exception as error:
-            problem: str | None = _described(error)
+            problem: str | None = _describe_error(error)
         else:
-            problem = self._changed(first, there, projector)
+            problem = self._kv_problem(first, targets, projector)
         if problem is not None:
             raise Refused(f"hidden states do not come back from host memory: {problem}")
 
     def _back_up(self, slots: Ids) -> str | None:
+        """Back the captured rows of ``slots`` up to the pages, and K and V; returns the problem."""
         layout, problem = self._layout, self._capture.ledger.broken or self._arena.problem(slots)
         if problem not in (None, NOT_ENCODABLE):  # that it holds enough was decided before
             return problem
@@ -224,8 +233,8 @@ class CaptureCheck:
         whole = self._pages[self._fits.view(len(self._pages), -1).all(1).numpy()]
         return None if self._arena.usable(whole) else "rows are not proven"
 
-    def _difference(self, received: dict[int, torch.Tensor]) -> str | None:
-        """The layer whose rows in host memory differ from its projection's input."""
+    def _rows_problem(self, received: dict[int, torch.Tensor]) -> str | None:
+        """The problem if a layer's rows in host memory differ from its projection's input."""
         layout, codec = self._layout.page, self._codec
         for layer in self._layout.hidden_layers if received else ():
             rows = codec.encode(received[layer.index][: self.tokens - 1])[0].cpu()
@@ -234,23 +243,25 @@ class CaptureCheck:
                 kept = slice(first + layout.kept.start, first + layout.kept.stop)
                 wanted, segment = rows[kept], page[layout.segment(layer.index)]
                 stored = torch.from_numpy(segment).view(-1, codec.row_bytes)[: len(wanted)]
-                if not equal(stored, wanted, self._fits[kept][: len(wanted)]):
+                if not rows_equal(stored, wanted, self._fits[kept][: len(wanted)]):
                     return f"other rows of {layer.name} than its projection received"
         return None
 
-    def _changed(self, first: int, there: torch.Tensor, projector: Projector) -> str | None:
-        """The layer from ``first`` on whose K or V differ, in rows that the codec holds."""
-        pool, fits = projector.pool, self._fits.to(there.device)
+    def _kv_problem(self, first: int, targets: torch.Tensor, projector: Projector) -> str | None:
+        """The problem if K or V of a layer from ``first`` on differ, in rows that the codec
+        holds."""
+        pool, fits = projector.pool, self._fits.to(targets.device)
         for layer in self._layout.layers[first:]:
             if layer.index in self._not_encoded:
                 continue
             read = partial(pool.fetch, layer.kernel, dtype=self._codec.dtype)
-            found = of_kv(read(there[fits]), read(self._slots[fits])).tolist()
-            problem = projected_difference(layer, found, pool.dtype, self._codec.name)
+            differences = kv_differences(read(targets[fits]), read(self._slots[fits])).tolist()
+            problem = projection_problem(layer, differences, pool.dtype, self._codec.name)
             if problem is not None:
                 return problem
         return None
 
 
-def _described(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
+    """An error for a message; one of a stream carries a description already."""
     return str(error) if isinstance(error, StreamFailed) else f"{type(error).__name__}: {error}"

@@ -17,13 +17,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from hcache_backend.checks.comparison import first_problem, projected, projected_difference
+from hcache_backend.checks.comparison import compare_projection, first_problem, projection_problem
 from hcache_backend.config import PROJECTION_VARIABLE
 from hcache_backend.host.ports import ModelWeights
 from hcache_backend.metrics import logger
 from hcache_backend.projection import attention, exactness, search
 from hcache_backend.projection.attention import KV, AttentionLayer
-from hcache_backend.projection.exactness import Bound, KVExactness, kv_exactness, together, worst
+from hcache_backend.projection.exactness import Bound, KVExactness, combined, kv_exactness, worst_of
 from hcache_backend.projection.paged_pool import PagedPool, planes_of
 from hcache_backend.projection.projector import LayerSpec, Projector, linear_output
 from hcache_backend.projection.search import LESS_EXACT, NoSpec, find_spec
@@ -39,7 +39,7 @@ CHECK_TOKENS = 48  # enough for a wrong RoPE to show in every head, at little co
 _LOUDER = 3000.0  # no power of two: FP8 values whose scale is one times larger would be equal
 
 
-class Passed(NamedTuple):
+class ForwardPass(NamedTuple):
     """A forward pass: SGLang's batch, and slots, positions and ids of its tokens, int64 ``[n]``."""
 
     batch: Any
@@ -51,14 +51,14 @@ class Passed(NamedTuple):
 @dataclass
 class Observation:
     """One layer during the observed pass. ``quantised``: its modules with quantised weights, by
-    name; ``asked``: True if a module's output for a token depends on the batch."""
+    name; ``depends``: True if such a module's output for a token depends on the batch."""
 
     name: str
     module: torch.nn.Module
     kernel: Any
     linears: list[torch.nn.Module]
     quantised: dict[str, torch.nn.Module]
-    asked: dict[str, bool] = field(default_factory=dict)
+    depends: dict[str, bool] = field(default_factory=dict)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     projection: torch.nn.Module | None = None
     hidden: torch.Tensor | None = None
@@ -79,76 +79,77 @@ class ObservedPass:
     def refuse_dependence(self, inside: Sequence[str] = ("",)) -> None:
         """Raise Refused for a module that quantises inputs by a scale of the whole batch, on which
         K would depend. ``inside``: beginnings of the names that count; by default all."""
-        found = next((name for name in self.dependent if name.startswith(tuple(inside))), None)
-        if found is not None:
+        module = next((name for name in self.dependent if name.startswith(tuple(inside))), None)
+        if module is not None:
             raise Refused(
-                f"the output of {found} for a token depends on the other tokens of the batch, as "
+                f"the output of {module} for a token depends on the other tokens of the batch, as "
                 "far as it can be tried: its quantised inputs have no scales of their own"
             )
 
     def compare(self, projector: Projector) -> None:
         """Project every layer's input; raises Refused if K or V differ by more than rounding."""
         pairs = zip(self.layers, self.hidden, strict=True)
-        problem = first_problem(self.problem(*pair, projector) for pair in pairs)
+        problem = first_problem(self.layer_problem(*pair, projector) for pair in pairs)
         if problem is not None:
             raise Refused(problem)
 
-    def problem(
+    def layer_problem(
         self, layer: AttentionLayer, hidden: torch.Tensor, projector: Projector, codec: str = "none"
     ) -> str | None:
-        """The problem if K and V from ``hidden``, which may have been through ``codec``, differ
-        more from the model's than rounding and the codec explain."""
-        found = projected(layer, hidden, self.positions, self.slots, projector)
-        if isinstance(found, str):
-            return found
-        return projected_difference(layer, found.tolist(), projector.pool.dtype, codec)
+        """The problem if K and V projected from ``hidden``, which may have been through ``codec``,
+        differ more from the model's than rounding and the codec explain."""
+        result = compare_projection(layer, hidden, self.positions, self.slots, projector)
+        if isinstance(result, str):
+            return result
+        return projection_problem(layer, result.tolist(), projector.pool.dtype, codec)
 
-    def written(
+    def write_exactness(
         self, layer: AttentionLayer, projector: Projector, ways: Sequence[Way | None]
     ) -> KVExactness:
         """Exactness of the projector's writes to the pool against the model's K and V there, which
         are restored. The worst of ``ways`` counts; rows come in another order than the model's."""
-        pool, kernel, slots, found = projector.pool, layer.kernel, self.slots, []
+        pool, kernel, slots, by_way = projector.pool, layer.kernel, self.slots, []
         hidden = self.hidden[layer.index]
         wanted = pool.fetch(kernel, slots, hidden.dtype)
-        rows = hidden.flip(0), self.positions.flip(0), slots.flip(0)
+        reversed_rows = hidden.flip(0), self.positions.flip(0), slots.flip(0)
         try:
             for way in ways:
                 pool.store(kernel, slots, *map(torch.zeros_like, wanted))
-                projector.project_to_pool(layer, *rows, way)
+                projector.project_to_pool(layer, *reversed_rows, way)
                 got = pool.fetch(kernel, slots, hidden.dtype)
-                found.append(kv_exactness(got, wanted, pool.dtype))
+                by_way.append(kv_exactness(got, wanted, pool.dtype))
         finally:
             pool.store(kernel, slots, *wanted)
-        return worst(found)
+        return worst_of(by_way)
 
 
 def observe(
-    run: Callable[[], Passed], observations: Sequence[Observation], *, calls: bool = True
+    run: Callable[[], ForwardPass], observations: Sequence[Observation], *, calls: bool = True
 ) -> ObservedPass:
     """Have ``run`` run the model, and describe every layer; all ranks call it. Raises
     Refused if a layer is built in an unknown way, or, if ``calls`` are to be repeated, called."""
-    handles = [handle for seen in observations for handle in _watch(seen)]
+    handles = [handle for seen in observations for handle in _register_hooks(seen)]
     try:
-        passed = run()
+        forward = run()
     finally:
         for handle in handles:
             handle.remove()
     layers, hidden = zip(
-        *(_describe(index, seen, passed, calls=calls) for index, seen in enumerate(observations)),
+        *(_describe(index, seen, forward, calls=calls) for index, seen in enumerate(observations)),
         strict=True,
     )
-    every = ((seen, name) for seen in observations for name in seen.quantised)
-    dependent = tuple(name for seen, name in every if seen.asked.get(name, True))
-    return ObservedPass(layers, hidden, *passed[1:], dependent)
+    quantised = ((seen, name) for seen in observations for name in seen.quantised)
+    dependent = tuple(name for seen, name in quantised if seen.depends.get(name, True))
+    return ObservedPass(layers, hidden, *forward[1:], dependent)
 
 
-def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The first argument of a module's call; None without any."""
     return args[0] if args else next(iter(kwargs.values()), None)
 
 
 def check_tokens(vocabulary: int, length: int) -> list[int]:
+    """Ids of the self-check's tokens, from all over the vocabulary."""
     step = max(1, vocabulary // CHECK_TOKENS)
     return [(7 + i * step) % vocabulary for i in range(length)]
 
@@ -159,52 +160,55 @@ def is_quantised(module: torch.nn.Module) -> bool:
     return any(one.dtype.itemsize == 1 or not one.is_floating_point() for one in weights)
 
 
-def _watch(seen: Observation) -> list[Any]:
+def _register_hooks(seen: Observation) -> list[Any]:
+    """Note in ``seen`` what its modules receive, from now on; returns torch's handles of hooks."""
+
     def on_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.calls.append((args, kwargs))
 
     def on_linear(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if seen.projection is None and seen.calls:
-            hidden = given(args, kwargs)
+            hidden = first_argument(args, kwargs)
             seen.projection = module
             seen.hidden = hidden.detach().clone() if isinstance(hidden, torch.Tensor) else None
 
     def on_quantised(name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        depends = _depends(module, args, kwargs)
-        seen.asked[name] = seen.asked.get(name, False) or depends
+        depends = _depends_on_batch(module, args, kwargs)
+        seen.depends[name] = seen.depends.get(name, False) or depends
 
-    asked = [(on_linear, linear) for linear in seen.linears]
-    asked += [(partial(on_quantised, name), module) for name, module in seen.quantised.items()]
+    hooks = [(on_linear, linear) for linear in seen.linears]
+    hooks += [(partial(on_quantised, name), module) for name, module in seen.quantised.items()]
     return [
         module.register_forward_pre_hook(hook, with_kwargs=True)
-        for hook, module in ((on_call, seen.module), *asked)
+        for hook, module in ((on_call, seen.module), *hooks)
     ]
 
 
-def _depends(module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
+def _depends_on_batch(module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
     """Call the module twice more, once with a louder last row (``[n, width]``). True if that
     changes the others: both batches have one shape, so their sums have the same order. True also
     for rows that are quantised already: the rows before are unknown."""
-    rows = given(args, kwargs)
+    rows = first_argument(args, kwargs)
     if not isinstance(rows, torch.Tensor) or rows.dtype.itemsize == 1:
         return True
     louder = rows.clone()
     louder[-1] *= _LOUDER
     alone, beside = (
         linear_output(
-            module.forward(one, *args[1:], **kwargs)
+            module.forward(batch, *args[1:], **kwargs)
             if args
-            else module.forward(**kwargs | {next(iter(kwargs)): one})
+            else module.forward(**kwargs | {next(iter(kwargs)): batch})
         )[:-1, None].clone()  # kernels may write both outputs to one buffer of theirs
-        for one in (rows.clone(), louder)  # experts may write to what they receive
+        for batch in (rows.clone(), louder)  # experts may write to what they receive
     )
     return not exactness.relative_difference(beside, alone) <= Bound.of_product(rows.dtype).rms
 
 
 def _describe(
-    index: int, seen: Observation, passed: Passed, *, calls: bool
+    index: int, seen: Observation, forward: ForwardPass, *, calls: bool
 ) -> tuple[AttentionLayer, torch.Tensor]:
-    tokens = len(passed.positions)
+    """A layer and the hidden states that it received; Refused if it is of an unknown kind."""
+    tokens = len(forward.positions)
     if len(seen.calls) != 1 or seen.projection is None:
         raise Refused(
             f"{seen.name} was called {len(seen.calls)} times in one forward pass, and "
@@ -216,12 +220,12 @@ def _describe(
     call: tuple[dict[str, str], dict[str, Any]] = {}, {}
     try:
         if calls:
-            batch_type = type(passed.batch)
-            call = attention.learn_call(seen.module, *seen.calls[0], passed.positions, batch_type)
+            batch_type = type(forward.batch)
+            call = attention.learn_call(seen.module, *seen.calls[0], forward.positions, batch_type)
     except (attention.UnknownCall, TypeError, ValueError) as error:
         raise Refused(f"{seen.name} {error}") from None
     parts = seen.name, seen.module, seen.kernel, seen.projection
-    batch = attention.ProjectionBatch(passed.batch.forward_mode)
+    batch = attention.ProjectionBatch(forward.batch.forward_mode)
     return AttentionLayer(index, *parts, *call, batch), seen.hidden
 
 
@@ -254,19 +258,19 @@ def check_recompute(
     slots, tokens, half = observed.slots, len(observed.slots), len(observed.slots) // 2
     dtype, pool, size = observed.hidden[0].dtype, PagedPool(kvcache), kvcache.page_size
 
-    def written(at: torch.Tensor) -> list[KV]:
-        return [pool.fetch(layer.kernel, at, dtype) for layer in observed.layers]
+    def kv_in(kv_slots: torch.Tensor) -> list[KV]:
+        return [pool.fetch(layer.kernel, kv_slots, dtype) for layer in observed.layers]
 
-    def exactness(at: torch.Tensor, part: slice) -> list[KVExactness]:
-        """Exactness, by layer, of a part of the observed tokens that was written to ``at``."""
-        pairs = zip(written(at[part]), wanted, strict=True)
+    def exactness(kv_slots: torch.Tensor, part: slice) -> list[KVExactness]:
+        """Exactness, by layer, of a part of the observed tokens, whose slots are ``kv_slots``."""
+        pairs = zip(kv_in(kv_slots[part]), wanted, strict=True)
         return [kv_exactness(got, (k[part], v[part]), pool.dtype) for got, (k, v) in pairs]
 
-    def halves_of(at: torch.Tensor) -> list[list[KVExactness]]:
+    def by_half(kv_slots: torch.Tensor) -> list[list[KVExactness]]:
         """Part by part: among many values the few that differ would not show."""
-        return [exactness(at, part) for part in halves]
+        return [exactness(kv_slots, part) for part in halves]
 
-    wanted = written(slots)
+    wanted = kv_in(slots)
     # Whole pages from the pool's last slots on; the observed ones are its first.
     first = (kvcache.size - tokens) // size * size
     others = torch.arange(first, first + tokens, device=slots.device)
@@ -275,51 +279,61 @@ def check_recompute(
     buffers = [plane for layer in range(kvcache.layer_num) for plane in planes_of(kvcache, layer)]
     ids, none = observed.token_ids.numpy(force=True), slots[:0]
     second = TokenSpan(ids[half:], others[:half])
-    spans, where = [TokenSpan(ids, none), TokenSpan(ids[:half], none), second], (slots, others)
-    halves, judged = (slice(half), slice(half, tokens)), []
-    with kept(buffers, slots), refusing():  # later checks compare with what the model wrote
+    spans = [TokenSpan(ids, none), TokenSpan(ids[:half], none), second]
+    halves, judged = (slice(half), slice(half, tokens)), list[_Judged]()
+    # Later checks compare with what the model wrote.
+    with keep_rows(buffers, slots), refuse_errors():
         if other_attention:
-            [at] = run_again([tokens], 0)
-            bound, found = Bound.of_kernel(pool.dtype), _by_layer(halves_of(at))
-            judged, wanted = [(bound, "by the other attention backend", found)], written(at)
+            [kv_slots] = run_again([tokens], 0)
+            bound, result = Bound.of_kernel(pool.dtype), _worst_by_layer(by_half(kv_slots))
+            judged = [_Judged(bound, "by the other attention backend", result)]
+            wanted = kv_in(kv_slots)
         runs = starmap(run_again, _prompts(tokens, most_requests))
-        parts = ((at, part) for each in runs for at in each for part in halves[: len(at) // half])
-        own = _by_layer(starmap(exactness, parts))
+        prompts = (kv_slots for run in runs for kv_slots in run)
+        parts = ((prompt, part) for prompt in prompts for part in halves[: len(prompt) // half])
+        of_model = _worst_by_layer(starmap(exactness, parts))
         for buffer in buffers:
             buffer[slots] = 0
         # On the stream of service; nothing is served yet, so the host may wait.
         forwards = recomputer.stream()
         current_stream(slots.device).record().synchronize()
-        forwards.run(lambda: recomputer.recompute(len(observed.layers), torch.cat(where), spans))
+        targets = torch.cat((slots, others))
+        forwards.run(lambda: recomputer.recompute(len(observed.layers), targets, spans))
         forwards.record().synchronize()
-        found = _by_layer([*halves_of(slots), *halves_of(others)])
-        judged.append((Bound.of_pass(pool.dtype), "recomputed", found))
-    return _exact_layers(observed, judged, own)
+        result = _worst_by_layer([*by_half(slots), *by_half(others)])
+        judged.append(_Judged(Bound.of_pass(pool.dtype), "recomputed", result))
+    return _exact_layers(observed, judged, of_model)
 
 
 @contextmanager
-def kept(buffers: Sequence[torch.Tensor], rows: torch.Tensor) -> Iterator[None]:
-    """Behind the block ``buffers`` have the ``rows`` (int64 ``[n]``) that they had before it."""
-    held = [buffer[rows] for buffer in buffers]
+def keep_rows(buffers: Sequence[torch.Tensor], rows: torch.Tensor) -> Iterator[None]:
+    """Let ``buffers`` have the same ``rows`` (int64 ``[n]``) behind the block as before it."""
+    contents = [buffer[rows] for buffer in buffers]
     try:
         yield
     finally:
-        for buffer, content in zip(buffers, held, strict=True):
+        for buffer, content in zip(buffers, contents, strict=True):
             buffer[rows] = content
 
 
 @contextmanager
-def refusing(what: str = "") -> Iterator[None]:
-    """Errors are Refused: of a model's own code with an unusual batch, of a kernel that cannot be
-    compiled, of memory that is not there. ``what`` begins the reason."""
+def refuse_errors(what: str = "") -> Iterator[None]:
+    """Raise errors of the block as Refused: of a model's own code with an unusual batch, of a
+    kernel that cannot be compiled, of memory that is not there. ``what`` begins the reason."""
     try:
         yield
     except Exception as error:
         raise Refused(f"{what}{type(error).__name__}: {error}") from None
 
 
-def _by_layer(runs: Iterable[list[KVExactness]]) -> list[KVExactness]:
-    return [worst(layer) for layer in zip(*runs, strict=True)]
+class _Judged(NamedTuple):
+    bound: Bound
+    what: str  # was done to the layers, for a message
+    by_layer: list[KVExactness]
+
+
+def _worst_by_layer(runs: Iterable[list[KVExactness]]) -> list[KVExactness]:
+    return [worst_of(layer) for layer in zip(*runs, strict=True)]
 
 
 def _prompts(tokens: int, most_requests: int) -> Iterator[tuple[list[int], int]]:
@@ -328,39 +342,37 @@ def _prompts(tokens: int, most_requests: int) -> Iterator[tuple[list[int], int]]
     two chunks, whose attention sums in another order."""
     half, most = tokens // 2, most_requests - 1
     prompts = ([half], 0), ([tokens] * 2, 0), ([tokens, half, half], 0), ([tokens], half)
-    for asked, first in prompts:  # the last prompt is longer if there is no room for more
-        yield [*asked[:most], sum(asked[most:])] if asked[most:] else asked, first
+    for lengths, first in prompts:  # the last prompt is longer if there is no room for more
+        yield [*lengths[:most], sum(lengths[most:])] if lengths[most:] else lengths, first
 
 
 def _exact_layers(
-    observed: ObservedPass,
-    judged: Sequence[tuple[Bound, str, list[KVExactness]]],
-    own: list[KVExactness],
+    observed: ObservedPass, judged: Sequence[_Judged], of_model: list[KVExactness]
 ) -> Recomputed:
-    """The first layers that are as exact as the model's ``own`` passes; raises Refused if it is
-    none. ``judged``: bounds and findings by layer, those of recomputed rows at the end."""
-    layers, problem, beside = len(own), None, "; the model at other batch sizes"
-    for bound, what, found in judged:
-        pairs = zip(found[:layers], own, strict=False)
+    """The first layers that are as exact as the model's own passes (``of_model``); raises Refused
+    if it is none. ``judged``: what is compared with these, recomputed rows at the end."""
+    layers, problem, beside = len(of_model), None, "; the model at other batch sizes"
+    for bound, what, by_layer in judged:
+        pairs = zip(by_layer[:layers], of_model, strict=False)
         good = [ours.as_good_as(models, bound) for ours, models in pairs]
         if False in good:
             layers = good.index(False)
             name = observed.layers[layers].name
-            problem = f"{name} {what}: {found[layers]}{beside}: {own[layers]}"
+            problem = f"{name} {what}: {by_layer[layers]}{beside}: {of_model[layers]}"
     if not layers:
         raise Refused(str(problem))
-    recomputed = judged[-1][2]
-    described = f"{together(recomputed[:layers])}{beside} {together(own[:layers])}"
+    recomputed = combined(judged[-1].by_layer[:layers])
+    described = f"{recomputed}{beside} {combined(of_model[:layers])}"
     return Recomputed(layers, described, problem)
 
 
 @dataclass(frozen=True)
-class Found:
-    """Findings on one layer."""
+class Finding:
+    """What was found out about one layer."""
 
     spec: LayerSpec | None
     detail: str  # the spec's description, or why there is none
-    own: KVExactness  # how exactly the attention module repeats itself at other batch sizes
+    of_module: KVExactness  # how exactly the attention module repeats itself at other batch sizes
     reached: KVExactness | None = None  # of the spec, or of the one refused for it
 
 
@@ -380,31 +392,33 @@ class LayerSpecs:
         self.projection: list[LayerGroup] = []
         self._weights, self._observed, self._projector = weights, observed, projector
         self._group, self._limit, self._stale = group, limit, False
-        self._found: list[Found] = []
+        self._findings: list[Finding] = []
 
     def find(self) -> None:
         """Look for the spec of every layer on this rank; all ranks call it. Raises Refused if not
         even the attention modules can restore pages."""
-        found, problems = [], []
+        findings, problems = [], []
         for layer, hidden in zip(self._observed.layers, self._observed.hidden, strict=True):
             evidence = search.gather_evidence(layer, hidden, self._observed.positions, self._limit)
-            problems.append(search.dependence(layer, evidence))
-            found.append(self._find(layer, evidence))
-        self._found = found
+            problems.append(search.dependence_problem(layer, evidence))
+            findings.append(self._find(layer, evidence))
+        self._findings = findings
         if (problem := first_problem(problems)) is not None:
             raise Refused(problem)
 
-    def _find(self, layer: AttentionLayer, evidence: search.Evidence) -> Found:
-        own = evidence.own
+    def _find(self, layer: AttentionLayer, evidence: search.Evidence) -> Finding:
+        """Look for the spec of one layer, or the reason why it has none."""
+        of_module = evidence.of_module
         if os.environ.get(PROJECTION_VARIABLE) == "generic":
-            return Found(None, f"{PROJECTION_VARIABLE} is 'generic'", own)
+            return Finding(None, f"{PROJECTION_VARIABLE} is 'generic'", of_module)
         try:
             spec = find_spec(layer, evidence)
-            return Found(spec, spec.describe(), own, search.spec_exactness(spec, evidence.samples))
+            reached = search.spec_exactness(spec, evidence.samples)
+            return Finding(spec, spec.describe(), of_module, reached)
         except NoSpec as error:
-            return Found(None, str(error), own, error.reached)
+            return Finding(None, str(error), of_module, error.reached)
         except Exception as error:  # a model's own code, called in a new way
-            return Found(None, f"the search broke: {type(error).__name__}: {error}", own)
+            return Finding(None, f"the search broke: {type(error).__name__}: {error}", of_module)
 
     def measure(self) -> None:
         """On a GPU, find the faster way to project each kind of layer, or use the library's. It
@@ -412,10 +426,10 @@ class LayerSpecs:
         choice is tested too, because :meth:`check_writing` comes after it."""
         if not self._observed.hidden[0].is_cuda:
             return
-        specs = (found.spec for found in self._found)
-        found = (spec.projection() for spec in specs if spec and spec.fused)
+        specs = (finding.spec for finding in self._findings)
+        fused = (spec.projection() for spec in specs if spec and spec.fused)
         try:
-            for projection in {kind_of(projection): projection for projection in found}.values():
+            for projection in {kind_of(projection): projection for projection in fused}.values():
                 measure_choice(projection, self._projector.pool.dtype)
         except Exception as error:  # no memory left, or the compiler fails
             logger.warning("hcache: the ways to project could not be timed: %s", error)
@@ -425,37 +439,38 @@ class LayerSpecs:
         fused spec multiplies by some rows of a weight. If that is not exact enough, the product of
         the whole module, as the model computes it, is tried before the attention module."""
         for layer in self._observed.layers:
-            found = self._found[layer.index]
-            while found.spec is not None:
-                checked = self._written(layer, found)
-                if checked is found:
+            finding = self._findings[layer.index]
+            while finding.spec is not None:
+                checked = self._check_writing(layer, finding)
+                if checked is finding:
                     break
-                if found.spec.fused:
-                    whole = replace(found.spec, fused=False)
-                    checked = replace(found, spec=whole, detail=whole.describe())
-                self._found[layer.index] = found = checked
+                if finding.spec.fused:
+                    unfused = replace(finding.spec, fused=False)
+                    checked = replace(finding, spec=unfused, detail=unfused.describe())
+                self._findings[layer.index] = finding = checked
 
-    def _written(self, layer: AttentionLayer, found: Found) -> Found:
-        """``found``, or a replacement with the reason against its spec."""
-        assert found.spec is not None
-        projector, kept = self._projector, self._projector.pool.dtype
-        projector.specs = [one.spec for one in self._found]
+    def _check_writing(self, layer: AttentionLayer, finding: Finding) -> Finding:
+        """``finding``, or a replacement with the reason against its spec."""
+        assert finding.spec is not None
+        projector, dtype = self._projector, self._projector.pool.dtype
+        projector.specs = [one.spec for one in self._findings]
         try:
-            ways = ways_in_use(found.spec.projection(), kept) if found.spec.fused else [None]
-            written = self._observed.written(layer, projector, ways)
+            ways = ways_in_use(finding.spec.projection(), dtype) if finding.spec.fused else [None]
+            written = self._observed.write_exactness(layer, projector, ways)
         except Exception as error:
-            return Found(None, f"its kernel failed: {type(error).__name__}: {error}", found.own)
-        if written.as_good_as(found.own, Bound.of_product(kept)):
-            return found
-        return Found(None, f"in the KV pool {LESS_EXACT}", found.own, written)
+            problem = f"its kernel failed: {type(error).__name__}: {error}"
+            return Finding(None, problem, finding.of_module)
+        if written.as_good_as(finding.of_module, Bound.of_product(dtype)):
+            return finding
+        return Finding(None, f"in the KV pool {LESS_EXACT}", finding.of_module, written)
 
     def use_agreed(self) -> None:
         """Use the specs found on every rank; all ranks call it. Raises Refused on all ranks if
         projections could get in the way of forward passes."""
         # Some attention modules talk to the other ranks: all must call them, or none.
-        agreed = smallest(self._group, *(found.spec is not None for found in self._found))
-        pairs = zip(self._found, agreed, strict=True)
-        specs = [found.spec if fine else None for found, fine in pairs]
+        agreed = smallest(self._group, *(finding.spec is not None for finding in self._findings))
+        pairs = zip(self._findings, agreed, strict=True)
+        specs = [finding.spec if found_by_all else None for finding, found_by_all in pairs]
         self._projector.specs = specs
         self._report()
         self._stale = False
@@ -480,13 +495,14 @@ class LayerSpecs:
         self._stale = True
 
     def _renew(self) -> None:
+        """Find the specs anew if the weights have changed; without, L3 is quarantined."""
         if not self._stale:
             return
         try:
             self.find()
         except Exception as error:
             reason = f"after a weight update: {type(error).__name__}: {error}"
-            self._found = [Found(None, reason, found.own) for found in self._found]
+            self._findings = [Finding(None, reason, one.of_module) for one in self._findings]
             if isinstance(error, Refused):
                 self._weights.begin_quarantine(reason)
             else:
@@ -497,17 +513,19 @@ class LayerSpecs:
             self._weights.begin_quarantine(f"after a weight update: {refused}")
 
     def _report(self) -> None:
+        """Put the layers that are alike into ``projection``, the report, and into the log."""
         groups: dict[tuple[Literal["spec", "generic"], str], list[int]] = {}
-        for layer, (spec, found) in enumerate(zip(self._projector.specs, self._found, strict=True)):
-            refused = spec is None and found.spec is not None
-            detail = "another rank has no spec" if refused else found.detail
+        pairs = zip(self._projector.specs, self._findings, strict=True)
+        for layer, (spec, finding) in enumerate(pairs):
+            refused = spec is None and finding.spec is not None
+            detail = "another rank has no spec" if refused else finding.detail
             groups.setdefault(("generic" if spec is None else "spec", detail), []).append(layer)
         self.projection[:] = [
             LayerGroup(
                 method=method,
                 detail=detail,
                 layers=tuple(layers),
-                exactness=_figures([self._found[layer] for layer in layers]),
+                exactness=_describe_exactness([self._findings[layer] for layer in layers]),
             )
             for (method, detail), layers in groups.items()
         ]
@@ -534,10 +552,11 @@ def refuse_shared_workspaces(modules: Iterable[torch.nn.Module]) -> None:
                 )
 
 
-def _figures(found: Sequence[Found]) -> str:
+def _describe_exactness(findings: Sequence[Finding]) -> str:
     """Exactness of layers that are alike, for the log and ``hcache doctor``."""
-    parts = [f"attention modules at other batch sizes {together(one.own for one in found)}"]
-    reached = [one.reached for one in found if one.reached is not None]
+    of_modules = combined(one.of_module for one in findings)
+    parts = [f"attention modules at other batch sizes {of_modules}"]
+    reached = [one.reached for one in findings if one.reached is not None]
     if reached:
-        parts.insert(0, f"spec {together(reached)}")
+        parts.insert(0, f"spec {combined(reached)}")
     return "; ".join(parts)

@@ -26,7 +26,7 @@ import torch
 
 from hcache_backend import metrics, streams
 from hcache_backend.arena import Ids
-from hcache_backend.checks.comparison import first_problem, projected, projected_difference
+from hcache_backend.checks.comparison import compare_projection, first_problem, projection_problem
 from hcache_backend.format.page import PageLayout
 from hcache_backend.host.ports import HostPool, ModelWeights
 from hcache_backend.host.segments import KVSegments
@@ -46,56 +46,59 @@ _BURST_SECONDS = 0.1  # ...except in bursts of this length
 _catching = partial(metrics.catching, "page_not_checked", "a page was not checked")
 
 _Layer = TypeVar("_Layer")
-_Left = TypeVar("_Left")
+_Remaining = TypeVar("_Remaining")
 
 
 class _Pace:
     """Keeps checks to :data:`_SHARE` of the time, except in bursts of :data:`_BURST_SECONDS`."""
 
     def __init__(self) -> None:
-        self._left = _BURST_SECONDS
-        self._at = time.perf_counter()
+        self._seconds_left = _BURST_SECONDS
+        self._updated = time.perf_counter()
 
     @property
     def rested(self) -> bool:
+        """True if a check may work now."""
         now = time.perf_counter()
-        self._left = min(_BURST_SECONDS, self._left + (now - self._at) * _SHARE)
-        self._at = now
-        return self._left > 0
+        earned = (now - self._updated) * _SHARE
+        self._seconds_left = min(_BURST_SECONDS, self._seconds_left + earned)
+        self._updated = now
+        return self._seconds_left > 0
 
     @contextmanager
     def work(self) -> Iterator[None]:
+        """Count the time of the block as a check's."""
         start = time.thread_time()  # others may have the processor meanwhile
         try:
             yield
         finally:
-            self._left -= time.thread_time() - start
+            self._seconds_left -= time.thread_time() - start
 
 
 @dataclass
-class _Check(Generic[_Left]):
-    """A host page to compare. ``left``: the layers, or parts of them, to compare. ``buffer``: what
-    they are compared by, on the CPU once ``event`` has passed; None: this rank abstains."""
+class _Check(Generic[_Remaining]):
+    """A host page to compare. ``remaining``: the layers, or parts of them, to compare. ``buffer``:
+    what they are compared by, on the CPU once ``event`` has passed; None: this rank abstains."""
 
     host_page: int
-    left: deque[_Left]
+    remaining: deque[_Remaining]
     buffer: HostBuffer | None = None
     problem: str | None = None  # found before the results arrived
     event: Event = field(init=False)
 
 
-class _Checks(ABC, Generic[_Layer, _Left]):
-    """Chooses one of ``every`` pages of all transfers, and a few of ``layers`` of it, the same on
+class _Checks(ABC, Generic[_Layer, _Remaining]):
+    """Chooses one of ``interval`` pages of transfers, and a few of ``layers`` of it, the same on
     every rank, and keeps the checks that wait. 0: none is chosen. ``failed``: a page was wrong."""
 
     def __init__(
-        self, weights: ModelWeights, pool: HostPool, every: int, layers: Sequence[_Layer]
+        self, weights: ModelWeights, pool: HostPool, interval: int, layers: Sequence[_Layer]
     ) -> None:
         self.failed = False
         self._weights, self._pool, self._layers = weights, pool, deque(layers)
-        self._every = every
+        self._interval = interval
         self._pages_before = 0  # pages until the next one that is chosen
-        self._waiting: deque[_Check[_Left]] = deque()
+        self._waiting: deque[_Check[_Remaining]] = deque()
         self._buffers = HostBuffers(pool.device_pool.device)
         self._pace = _Pace()
         self._tired = False  # on all ranks, or on none
@@ -103,50 +106,52 @@ class _Checks(ABC, Generic[_Layer, _Left]):
 
     def watch(self, *, loads: bool = False) -> None:
         """Look at backups of the pool from now on, and at ``loads``."""
-        self._pool.on_freed.append(self.freed)
-        self._pool.on_backed_up.append(self.transferred)
+        self._pool.on_freed.append(self.on_freed)
+        self._pool.on_backed_up.append(self.on_transfer)
         if loads:
-            self._pool.on_loaded.append(self.transferred)
+            self._pool.on_loaded.append(self.on_transfer)
 
-    def transferred(self, host_pages: Ids, slots: torch.Tensor) -> None:
+    def on_transfer(self, host_pages: Ids, slots: torch.Tensor) -> None:
         """Begin to check one of these pages, if it is due. They (int64 ``[n]``) are copied to or
         from ``slots`` (int64 ``[n * page_size]``, on the device) on the current stream."""
-        size, i = self._pool.page_size, self._choose(len(host_pages))
-        if i is None or self._tired or len(self._waiting) >= _WAITING:
+        size, chosen = self._pool.page_size, self._choose(len(host_pages))
+        if chosen is None or self._tired or len(self._waiting) >= _WAITING:
             return
         layers = list(self._layers)[:_LAYERS]
         self._layers.rotate(-_LAYERS)
-        check = _Check(int(host_pages[i]), self._parts(int(host_pages[i]), layers))
+        host_page = int(host_pages[chosen])
+        check = _Check(host_page, self._parts(host_page, layers))
         with self._pace.work(), _catching():
-            self._launch(check, slots[i * size : (i + 1) * size])
+            self._launch(check, slots[chosen * size : (chosen + 1) * size])
         check.event = current_stream(slots.device).record()
         self._waiting.append(check)
 
-    def freed(self, host_pages: Ids) -> None:
+    def on_freed(self, host_pages: Ids) -> None:
         """Drop checks of ``host_pages``, and their buffers: copies may still be on their way."""
-        gone = set(host_pages.tolist())
-        self._waiting = deque(check for check in self._waiting if check.host_page not in gone)
+        freed = set(host_pages.tolist())
+        self._waiting = deque(check for check in self._waiting if check.host_page not in freed)
 
     def drop_waiting(self) -> None:
+        """Forget the checks whose results have not arrived: their rows are of old weights."""
         self._waiting.clear()
 
     @abstractmethod
-    def _parts(self, host_page: int, layers: Sequence[_Layer]) -> deque[_Left]:
+    def _parts(self, host_page: int, layers: Sequence[_Layer]) -> deque[_Remaining]:
         """The parts of a page that are compared one after the other, one in a turn."""
 
     @abstractmethod
-    def _launch(self, check: _Check[_Left], slots: torch.Tensor) -> None:
+    def _launch(self, check: _Check[_Remaining], slots: torch.Tensor) -> None:
         """Begin to bring the buffer of ``check``; may raise. ``slots``: of the page's tokens."""
 
     def _choose(self, pages: int) -> int | None:
         """Number of the chosen one of the next ``pages`` pages, or None."""
-        if self._every == 0:
+        if self._interval == 0:
             return None
         if self._pages_before >= pages:
             self._pages_before -= pages
             return None
         chosen = self._pages_before
-        self._pages_before = self._every - 1 - (pages - 1 - chosen) % self._every
+        self._pages_before = self._interval - 1 - (pages - 1 - chosen) % self._interval
         return chosen
 
     def _to_host(self, values: torch.Tensor) -> HostBuffer:
@@ -155,7 +160,8 @@ class _Checks(ABC, Generic[_Layer, _Left]):
         buffer.values.copy_(values.view(-1), non_blocking=True)
         return buffer
 
-    def _compared(self, check: _Check[_Left]) -> None:
+    def _finish(self, check: _Check[_Remaining]) -> None:
+        """Count a page that was compared, and give its buffer back."""
         metrics.TOKENS.count("checked", self._pool.page_size)
         if check.buffer is not None:
             self._buffers.give_back(check.buffer)
@@ -176,8 +182,10 @@ class KVChecks(_Checks[int, _Part]):
     more, and encoded pages decoded, in another way. A page of a lossy codec may also be the code of
     the pool's values. ``failed`` is the same on every rank."""
 
-    def __init__(self, weights: ModelWeights, pool: HostPool, every: int, kv: KVSegments) -> None:
-        super().__init__(weights, pool, every, kv.layers)
+    def __init__(
+        self, weights: ModelWeights, pool: HostPool, interval: int, kv: KVSegments
+    ) -> None:
+        super().__init__(weights, pool, interval, kv.layers)
         self._kv = kv
         self._compares = False  # in the last turn; the same on every rank
         self._wrong: str | None = None  # on this rank
@@ -185,23 +193,23 @@ class KVChecks(_Checks[int, _Part]):
     def _parts(self, host_page: int, layers: Sequence[int]) -> deque[_Part]:
         """Layers that share a slot, the place of their K and V in the buffer, and the part of the
         slot (:attr:`KVSegments.parts`)."""
-        parts, at = deque[_Part](), 0
+        parts, start = deque[_Part](), 0
         for slot in dict.fromkeys(map(self._layout_of(host_page).sharing, layers)):
-            end = at + sum(map(self._kv.bytes_of, slot))
-            parts.extend((slot, slice(at, end), part) for part in range(self._kv.parts))
-            at = end
+            end = start + sum(map(self._kv.bytes_of, slot))
+            parts.extend((slot, slice(start, end), part) for part in range(self._kv.parts))
+            start = end
         return parts
 
     def _launch(self, check: _Check[_Part], slots: torch.Tensor) -> None:
-        every = [layer for slot, _, part in check.left if part == 0 for layer in slot]
-        check.buffer = self._to_host(self._kv.held(every, slots))
+        layers = [layer for slot, _, part in check.remaining if part == 0 for layer in slot]
+        check.buffer = self._to_host(self._kv.held(layers, slots))
 
     def propose_checks(self, turn: Turn) -> None:
         """Propose to compare the first page, if it is there; add the last comparison's result."""
         self._proposal = None
         if not self.failed and (self._waiting or self._tired or self._compares):
-            there = bool(self._waiting) and self._arrived(self._waiting[0])
-            self._proposal = turn.propose(there, self._pace.rested, self._wrong is None)
+            arrived = bool(self._waiting) and self._has_arrived(self._waiting[0])
+            self._proposal = turn.propose(arrived, self._pace.rested, self._wrong is None)
 
     def apply_checks(self) -> None:
         """The ranks have agreed: compare a part of a layer of the first page, if all can."""
@@ -216,30 +224,33 @@ class KVChecks(_Checks[int, _Part]):
         check = self._waiting[0]
         with self._pace.work():
             self._wrong = self._problem(check)
-        if self._wrong is not None or not check.left:
-            self._compared(self._waiting.popleft())
+        if self._wrong is not None or not check.remaining:
+            self._finish(self._waiting.popleft())
 
-    def _arrived(self, check: _Check[_Part]) -> bool:
-        known = self._pool.usable(np.array([check.host_page])) is not None
-        return known and check.event.query()
+    def _has_arrived(self, check: _Check[_Part]) -> bool:
+        """True if the page and what it is compared by are on the CPU."""
+        settled = self._pool.usable(np.array([check.host_page])) is not None
+        return settled and check.event.query()
 
     def _problem(self, check: _Check[_Part]) -> str | None:
+        """Compare the next part of a page; the problem if it is wrong."""
         try:
             check.event.synchronize()
         except StreamFailed as failed:
             return str(failed)
-        layers, held, part = check.left.popleft()
+        layers, place, part = check.remaining.popleft()
         host_page = np.array([check.host_page])
         if check.buffer is None or not self._pool.arena.usable(host_page):
             return None  # it was not copied, or is not encodable
         layout = self._layout_of(check.host_page)
         [page] = self._pool.arena.pages(host_page)
         segments = torch.from_numpy(page[layout.segment(layers[0])])
-        if self._kv.holds(segments, check.buffer.values[held], part, layout, layers[0]):
+        if self._kv.holds(segments, check.buffer.values[place], part, layout, layers[0]):
             return None
         return f"K and V of layer {' and '.join(map(str, layers))} in a page are not the pool's"
 
     def _layout_of(self, host_page: int) -> PageLayout:
+        """The layout of a page, by its header: a plug-in may divide each page in another way."""
         [page] = self._pool.arena.pages(np.array([host_page]), header=True)
         layout = self._pool.page_layout.of_page(page)
         assert layout is not None
@@ -257,14 +268,14 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
         self,
         weights: ModelWeights,
         pool: HostPool,
-        every: int,
+        interval: int,
         hidden_layers: Sequence[AttentionLayer],
         codec: Codec,
         projector: Projector,
         exchange: Exchange | None,
         order: CollectiveOrder | None,
     ) -> None:
-        super().__init__(weights, pool, every, hidden_layers)
+        super().__init__(weights, pool, interval, hidden_layers)
         self._codec, self._projector = codec, projector
         self._exchange, self._order = exchange, order
         self._shards: torch.Tensor | None = None
@@ -294,8 +305,8 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
             return
         rested, *flags = self._proposal.least
         self._tired = not rested
-        for known, right in zip(flags[::2], flags[1::2], strict=True):
-            if not known:
+        for arrived, right in zip(flags[::2], flags[1::2], strict=True):
+            if not arrived:
                 return
             check = self._waiting.popleft()
             problem = self._problem(check) if right else None
@@ -309,35 +320,37 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
         """Differences of the layers from the pool, float64 ``[layers * 2]``, go to the buffer, if
         all can be computed. All ranks get to the exchange of each layer, even if one raises; the
         collectives of an attention module are not covered. Raises ExchangeFailed on all ranks."""
-        layers, layout, device = check.left, self._pool.page_layout, slots.device
+        layers, layout, device = check.remaining, self._pool.page_layout, slots.device
         host_page = np.array([check.host_page])
         page = self._pool.kv_buffer[int(self._pool.arena.physical(host_page)[0])]
         by_module = [layer for layer in layers if self._projector.specs[layer.index] is None]
-        kept, every = slice(layout.kept.start, layout.kept.stop), slice(layout.page_size)
+        kept, all_tokens = slice(layout.kept.start, layout.kept.stop), slice(layout.page_size)
         differences: list[torch.Tensor] = []
         problem: str | None = None
         positions: torch.Tensor | None = None
-        now = current_stream(device)
+        stream = current_stream(device)
         if by_module and self._order is not None:
-            self._order.restore_begins(now)
+            self._order.restore_begins(stream)
         try:
             for layer in layers:
                 rows, tokens = page[layout.segment(layer.index)], kept
                 if layer in by_module and self._exchange is not None:
-                    rows, tokens = self._all_shares(self._exchange, rows), every
+                    rows, tokens = self._all_shares(self._exchange, rows), all_tokens
                 with _catching():
                     if positions is None:
                         positions = streams.to_device(self._positions(host_page), device)
                     rows = rows.to(device, non_blocking=True).view(-1, self._codec.row_bytes)
-                    hidden, where = self._codec.decode(rows), (positions[tokens], slots[tokens])
-                    found = projected(layer, hidden, *where, self._projector)
-                    if isinstance(found, str):
-                        problem = problem or found
+                    hidden = self._codec.decode(rows)
+                    result = compare_projection(
+                        layer, hidden, positions[tokens], slots[tokens], self._projector
+                    )
+                    if isinstance(result, str):
+                        problem = problem or result
                     else:
-                        differences.append(found)
+                        differences.append(result)
         finally:
             if by_module and self._order is not None:
-                self._order.restore_launched(now)
+                self._order.restore_launched(stream)
         if 0 < len(differences) == len(layers):
             check.buffer = self._to_host(torch.stack(differences))
         check.problem = problem
@@ -351,15 +364,17 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
         [header] = arena.pages(host_page, header=True)
         return layout.positions(header).astype(np.int64)
 
-    def _all_shares(self, exchange: Exchange, own: torch.Tensor) -> torch.Tensor:
-        """A segment of the whole page, uint8 ``[shards, bytes]``, of which this rank has ``own``;
+    def _all_shares(self, exchange: Exchange, own_share: torch.Tensor) -> torch.Tensor:
+        """A segment of the whole page, uint8 ``[shards, bytes]``, of which this rank has
+        ``own_share``;
         valid until the next call, on the current stream. Raises ExchangeFailed on all ranks."""
         assert self._shards is not None
         gather = exchange.gather_now if exchange.on_scheduler_thread else exchange.gather
-        gather(self._shards, lambda there: there.copy_(own, non_blocking=True))
+        gather(self._shards, lambda shard: shard.copy_(own_share, non_blocking=True))
         return self._shards
 
     def _problem(self, check: _Check[AttentionLayer]) -> str | None:
+        """The problem if a layer of a page is wrong, whose differences have arrived."""
         try:
             check.event.synchronize()
         except StreamFailed:  # capture broke, and nothing is backed up any more
@@ -367,9 +382,9 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
         if check.buffer is None:
             return check.problem
         differences = check.buffer.values.view(-1, 2).tolist()
-        self._compared(check)
-        kept, codec = self._projector.pool.dtype, self._codec.name
+        self._finish(check)
+        dtype, codec = self._projector.pool.dtype, self._codec.name
         return first_problem(
-            projected_difference(layer, found, kept, codec)
-            for layer, found in zip(check.left, differences, strict=True)
+            projection_problem(layer, values, dtype, codec)
+            for layer, values in zip(check.remaining, differences, strict=True)
         )

@@ -13,7 +13,7 @@ from hcache_backend.host.segments import KVSegments
 from hcache_backend.plan.restore import Restore
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.restore.exchange import Exchange
-from hcache_backend.restore.layers import MOST_EXCHANGES, divided
+from hcache_backend.restore.layers import MOST_EXCHANGES, split_evenly
 from hcache_backend.restore.ring import ring_bytes
 from hcache_kernels.codecs import Codec
 
@@ -54,5 +54,5 @@ class Layout:
         """Device memory of the ring of restores; 0 if no layer passes through it."""
         arriving = [range(layer, layer + 1) for layer in self.methods.layers("hidden")]
         if self.kv.shares_tokens:
-            arriving = [*divided(self.kv.layers, MOST_EXCHANGES)]
+            arriving = [*split_evenly(self.kv.layers, MOST_EXCHANGES)]
         return ring_bytes(self.page, self.methods.chunk_tokens, arriving) if arriving else 0

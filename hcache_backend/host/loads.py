@@ -84,7 +84,7 @@ class LoadQueue:
     def add_load(self, load: QueuedLoad) -> None:
         """SGLang queued ``load``."""
         if load.prepared is not None and load.prepared.restores:
-            self._pipeline.handed_out()
+            self._pipeline.mark_handed_out()
         self._queued.append(load)
 
     def drop_queued(self) -> None:
@@ -130,7 +130,7 @@ class LoadQueue:
     def count_finished(self) -> None:
         """Count the restores that are done; never raises, because no count is worth a restore."""
         try:
-            for report in self._pipeline.finished():
+            for report in self._pipeline.take_finished():
                 metrics.TOKENS.count("restored", report.tokens)
                 for method, number in report.bytes.items():
                     metrics.BYTES.count(f"restored_{method}", number)

@@ -277,7 +277,7 @@ class KVSegments:
         for some, of in zip(pages.split(at_once), slots.split(at_once * of_page), strict=True):
             part = ring.next(stream)[: len(some) * row]
             yield part.view(layers, len(some), size), some, of
-            ring.used(stream.record())
+            ring.mark_used(stream.record())
 
     def _load_layers(
         self,

@@ -18,12 +18,12 @@ from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.fronts import Fronts
 from hcache_backend.prefetch.prefetches import Prefetches
 from hcache_backend.prefetch.reader import batch_pages
-from hcache_backend.prefetch.reservations import EagerRestores, launch_pages, until_written
+from hcache_backend.prefetch.reservations import EagerRestores, launch_pages, wait_until_written
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.report import RunningRestore
 
-_FIRST = 8  # prefetches that get device pages: L3 is read for one after the other
+_FIRST_PREFETCHES = 8  # that get device pages: L3 is read for one after the other
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class EagerLoads:
         at_once = launch_pages(pages.device, pool.page_layout.page_bytes)
         self.restores = EagerRestores(pool.page_size, pages, self._launch, self._limit, at_once)
         pages.eager = self.restores
-        pool.on_freed.append(self._host_freed)
+        pool.on_freed.append(self._on_host_freed)
         self.fronts = Fronts(
             self.restores,
             pages,
@@ -68,33 +68,35 @@ class EagerLoads:
         restores, size = self.restores, self._pool.page_size
         self._pages.cache = cache
         reading = self._prefetches.reading
-        for operation in restores.running():
+        for operation in restores.running_prefetches():
             if operation not in reading:
                 restores.end(operation)
-        first = list(islice(reading, _FIRST))
+        first = list(islice(reading, _FIRST_PREFETCHES))
         for operation in first:
-            prefetch = self._prefetches.of(operation)
+            prefetch = self._prefetches.prefetch_of(operation)
             prefetch.anchor = prefetch.info and prefetch.info.anchor_node_id
-            if operation not in restores.running():
-                self._begin(operation, cache.cache_controller)
-            there = range(operation.completed_tokens // size)
-            meeting, met = prefetch.meeting, False
+            if operation not in restores.running_prefetches():
+                self._reserve(operation, cache.cache_controller)
+            arrived = range(operation.completed_tokens // size)
+            meeting, have_met = prefetch.meeting, False
             if meeting is not None:
-                there = meeting.here
-                met = there.start <= meeting.front
-            arrived = restores.restore_arrived(operation, there.stop, there.start, last=met)
-            if arrived:
-                metrics.TOKENS.count("eager", arrived * size)
+                arrived = meeting.back
+                have_met = arrived.start <= meeting.front
+            launched = restores.restore_arrived(operation, arrived, last=have_met)
+            if launched:
+                metrics.TOKENS.count("eager", launched * size)
                 self._loads.count_finished()  # no load may come for a long time
         self._pool.mark_arrived()
         return first
 
-    def _begin(self, operation: Any, controller: Controller) -> None:
+    def _reserve(self, operation: Any, controller: Controller) -> None:
+        """Reserve device pages for a prefetch whose host pages are known now. Its restores are
+        launched behind the forward passes of this moment."""
         host_pages = self._pool.page_ids(operation.host_indices)
         keys = operation.hash_value[: len(host_pages)]
         if len(keys) <= batch_pages(len(keys)):
-            keys = []  # it comes in one piece
-        meeting = self._prefetches.of(operation).meeting
+            keys = []  # all pages arrive at once: the load restores them
+        meeting = self._prefetches.prefetch_of(operation).meeting
         if meeting is not None:
             meeting.set_pages(len(operation.hash_value))
         self.restores.reserve(operation, keys, host_pages[: len(keys)])
@@ -102,35 +104,40 @@ class EagerLoads:
         controller.after_forwards(self._stream)
 
     def _launch(self, host_pages: Ids, slots: torch.Tensor) -> RunningRestore:
-        physical, first = self._pool.arena.physical(host_pages), self._loads.stored_from
+        """Launch the restore of arrived pages to ``slots``. If that raises, the result has
+        ``failed``: a load of these pages is refused."""
+        physical, first_layer = self._pool.arena.physical(host_pages), self._loads.stored_from
         caught = metrics.catching("restore", "pages that arrived cannot be restored: a miss")
         restore = None
         with self._stream.as_current(), metrics.timed("host_load"), caught:
-            restore = self._pipeline.start(physical, slots, None, first, ahead=True)
-        return restore or self._pipeline.abandoned(len(slots))
+            restore = self._pipeline.start(physical, slots, None, first_layer, ahead=True)
+        return restore or self._pipeline.failed_restore(len(slots))
 
-    def load(self, load: QueuedLoad, ask: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-        """Let SGLang queue ``load`` (at least one page), by ``ask``, with the prepared device
-        pages. Returns the result of ``ask``: device indices, or None if SGLang has no room."""
+    def load(
+        self, load: QueuedLoad, queue_load: Callable[[], torch.Tensor | None]
+    ) -> torch.Tensor | None:
+        """Let SGLang queue ``load`` (at least one page), by ``queue_load``, with the prepared
+        device pages. Returns its result: device indices, or None if SGLang has no room."""
         self._pages.load = load
         try:
-            device_indices = ask()
+            device_indices = queue_load()
         finally:
             self._pages.load = None
         if load.prepared is not None and device_indices is None:
             # Another pool had no room: SGLang gives the pages to the next request.
-            until_written(load.prepared.restores)
+            wait_until_written(load.prepared.restores)
         elif load.prepared is not None:
             size, ready = self._pool.page_size, int(load.prepared.ready.sum())
             metrics.TOKENS.count("ready_at_load", ready * size)
             metrics.TOKENS.count("not_ready_at_load", (len(load.prepared.ready) - ready) * size)
         return device_indices
 
-    def until_saved(self, host_pages: Ids) -> None:
-        """Block until recomputed host pages are there, encoded or unfit: the CPU wants them."""
-        self.restores.until_saved(host_pages)
+    def wait_until_saved(self, host_pages: Ids) -> None:
+        """Block until recomputed pages have been copied to these host pages, or are marked unfit:
+        the CPU is going to read or write them."""
+        self.restores.wait_until_saved(host_pages)
         self._pool.mark_arrived()
 
-    def _host_freed(self, host_pages: Ids) -> None:
-        self.until_saved(host_pages)
+    def _on_host_freed(self, host_pages: Ids) -> None:
+        self.wait_until_saved(host_pages)
         self.restores.host_freed(host_pages)

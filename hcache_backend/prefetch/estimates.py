@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hcache_backend.plan.restore import Restore
 from hcache_backend.prefetch.hit import Prefetch
@@ -35,19 +36,19 @@ class Estimate:
         self._medians: dict[int, float | None] = {}  # by tokens, until the next measurement
         self._lock = threading.Lock()
 
-    def measured(self, tokens: int, prefix: float, seconds: float) -> None:
-        """An operation on ``tokens`` (at least 1) took ``seconds``."""
+    def add_time(self, tokens: int, prefix: float, seconds: float) -> None:
+        """Learn that an operation on ``tokens`` (at least 1) behind ``prefix`` took ``seconds``."""
         ratio = seconds / max(self._curve(tokens, prefix), 1e-12)
         with self._lock:
             self._measured.append((tokens, ratio))
             self._medians.clear()
 
-    def part(self, tokens: int, of: int) -> float | None:
-        """Expected seconds of ``tokens`` by those of the operation ``of`` so many; None if
+    def seconds_of_part(self, tokens: int, all_tokens: int) -> float | None:
+        """Expected seconds of ``tokens``, a part of an operation on ``all_tokens``; None if
         unknown."""
-        of = max(of, tokens)
-        seconds = self.seconds(of) if tokens else 0.0
-        return seconds and seconds * self._curve(tokens, 0.0) / self._curve(of, 0.0)
+        all_tokens = max(all_tokens, tokens)
+        seconds = self.seconds(all_tokens) if tokens else 0.0
+        return seconds and seconds * self._curve(tokens, 0.0) / self._curve(all_tokens, 0.0)
 
     def seconds(self, tokens: int, prefix: float = 0.0) -> float | None:
         """Expected seconds; None if unknown."""
@@ -57,7 +58,7 @@ class Estimate:
         return None if ratio is None else self._curve(tokens, prefix) * ratio
 
     def slowdown(self, tokens: int) -> float:
-        """Expected time on ``tokens`` (at least 1) by the curve; 1 if that is not in seconds."""
+        """Expected time on ``tokens`` (at least 1) over the curve's; 1 if that has no unit."""
         return (self._ratio(tokens) or 1.0) if self._in_seconds else 1.0
 
     def _ratio(self, tokens: int) -> float | None:
@@ -75,14 +76,14 @@ class Estimate:
 
 
 class Estimates:
-    """Of all operations of a hit. They always exist, and learn."""
+    """Expected times of all operations of a hit. They always exist, and learn."""
 
     def __init__(self, machine: Restore | None = None) -> None:
-        self.know(machine)
+        self.begin_anew(machine)
 
-    def know(self, machine: Restore | None) -> None:
-        """Begin anew, by the cost model of ``machine``, or by times in service alone: an L3 is
-        attached or detached."""
+    def begin_anew(self, machine: Restore | None) -> None:
+        """Forget all times, and begin by the cost model of ``machine``, or by times in service
+        alone: an L3 is attached or detached."""
         in_seconds = machine is not None
         # computing tokens
         self.prefill = Estimate(machine.prefill if machine else _linear, in_seconds=in_seconds)
@@ -99,26 +100,27 @@ class Estimates:
         """Recent prefill time of ``tokens`` relative to the profile; 1.0 without measurements."""
         return self.prefill.slowdown(tokens)
 
-    def loaded(self, tokens: int) -> float:
+    def seconds_to_load(self, tokens: int) -> float:
         """Seconds that a batch waits for a hit's load, at most a whole restore; 0 if unknown."""
         waits, restored = self.load.seconds(tokens) or 0.0, self.restored.seconds(tokens)
         return waits if restored is None else min(waits, restored)
 
-    def measured_restore(self, tokens: int, seconds: float) -> None:
-        """``tokens`` came from host memory to the device; 0: all were there, and first layers were
-        recomputed."""
+    def add_restore(self, tokens: int, seconds: float) -> None:
+        """Learn that ``tokens`` came from host memory to the device in ``seconds``; 0: all were
+        there, and first layers were recomputed."""
         if tokens:
-            self.restored.measured(tokens, 0.0, seconds)
+            self.restored.add_time(tokens, 0.0, seconds)
 
     def rates(self) -> dict[str, float]:
         """Known rates, in tokens per second, of operations on :data:`SHOWN_TOKENS` tokens."""
-        by_name = {"l3_read": self.read, "shared_read": self.shared, "prefill": self.prefill}
-        found = {name: each.seconds(SHOWN_TOKENS) for name, each in by_name.items()}
-        found["load"] = self.loaded(SHOWN_TOKENS)
-        return {name: SHOWN_TOKENS / seconds for name, seconds in found.items() if seconds}
+        estimates = {"l3_read": self.read, "shared_read": self.shared, "prefill": self.prefill}
+        seconds_of = {name: each.seconds(SHOWN_TOKENS) for name, each in estimates.items()}
+        seconds_of["load"] = self.seconds_to_load(SHOWN_TOKENS)
+        return {name: SHOWN_TOKENS / seconds for name, seconds in seconds_of.items() if seconds}
 
 
 def _linear(tokens: int, prefix: float) -> float:
+    """A curve for operations of which only measurements tell the time."""
     return float(tokens)
 
 
@@ -148,7 +150,7 @@ class Reading:
     hit_tokens: int  # all of the hit
     wanted: int  # tokens to read: those that are recomputed meanwhile are not
     step: int  # tokens of a part, which are reported together
-    last: float  # when the last part came, or the read began
+    last_arrival: float  # when the last part came, or the read began
     tier_start: float  # when the read of the present tier began
     shared: int = 0  # wanted tokens, at the end, in the shared tier
     tokens: int = 0  # read so far, ...
@@ -157,19 +159,25 @@ class Reading:
     gave_up: bool = False  # it failed, or did not answer in time
 
     @property
-    def before(self) -> int:
+    def tokens_before_tier(self) -> int:
         """Tokens that were read before the present tier."""
         near = self.hit_tokens - self.shared
         return near if self.shared and self.tokens >= near else 0
 
 
-def waited_for_core(thread: int) -> float:
+def seconds_without_core(thread: int) -> float:
     """Seconds in which a thread of this process could run and had no core; 0 if unknown."""
     try:
-        _, waited, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text("ascii").split()
+        _, nanoseconds, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text("ascii").split()
     except (OSError, ValueError):
         return 0.0
-    return int(waited) / 1e9
+    return int(nanoseconds) / 1e9
+
+
+class _LookUp(NamedTuple):
+    start: float  # in the clock's seconds
+    core_wait: float  # seconds without a core, at its start
+    thread: int
 
 
 class L3Progress:
@@ -179,58 +187,58 @@ class L3Progress:
         self, estimates: Estimates | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.estimates = estimates or Estimates()
-        self.clock, self.core_wait = clock, waited_for_core
+        self.clock, self.core_wait = clock, seconds_without_core
         self.reading: Reading | None = None  # the prefetch that is being read
-        self._looking: tuple[float, float, int] | None = None  # since when, core_wait then, thread
+        self._look_up: _LookUp | None = None
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
-        """L3 looks up within the block."""
+    def looking_up(self) -> Iterator[None]:
+        """Within the block this thread asks L3 which pages it has."""
         thread = threading.get_native_id()
-        self._looking = self.clock(), self.core_wait(thread), thread
+        self._look_up = _LookUp(self.clock(), self.core_wait(thread), thread)
         try:
             yield
         finally:
-            self._looking = None
+            self._look_up = None
 
     def may_take_longer(self, seconds: float) -> None:
         """Allow the present look-up ``seconds`` more."""
-        if self._looking is not None:
-            start, waited, thread = self._looking
-            self._looking = start + seconds, waited, thread
+        if (look_up := self._look_up) is not None:
+            self._look_up = look_up._replace(start=look_up.start + seconds)
 
-    def reads_next(self, tokens: int) -> None:
-        """The next part has ``tokens``."""
+    def part_begins(self, tokens: int) -> None:
+        """The reader asks for the next ``tokens`` now."""
         if self.reading is not None:
             self.reading.step = tokens
 
-    def arrived(self, tokens: int) -> None:
+    def part_arrived(self, tokens: int) -> None:
+        """``tokens`` of the present read have arrived in host memory."""
         reading = self.reading
         if reading is not None:
-            before = reading.before
+            before = reading.tokens_before_tier
             reading.tokens += tokens
-            reading.last = self.clock()
-            if reading.before != before:
-                reading.tier_start = reading.last
+            reading.last_arrival = self.clock()
+            if reading.tokens_before_tier != before:
+                reading.tier_start = reading.last_arrival
 
-    def spared(self, tokens: int) -> None:
+    def need_not_read(self, tokens: int) -> None:
         """``tokens`` need not be read: they were recomputed. In a trial they count as if they had
         come as fast as the others: otherwise a front that recomputes all hides the speed."""
         reading = self.reading
         if reading is not None and reading.prefetch.trial is not None and reading.tokens:
-            reading.start -= (reading.last - reading.start) * tokens / reading.tokens
+            reading.start -= (reading.last_arrival - reading.start) * tokens / reading.tokens
             reading.tokens += tokens
         elif reading is not None:
             reading.wanted -= tokens
 
-    def waited(self, seconds: float) -> None:
-        """L3 was not read for ``seconds``."""
+    def paused(self, seconds: float) -> None:
+        """The reader did not read for ``seconds``, on purpose: they do not count as L3's."""
         if self.reading is not None:
             self.reading.start += seconds
             self.reading.tier_start += seconds
-            self.reading.last += seconds
+            self.reading.last_arrival += seconds
 
-    def came_from_shared(self, tokens: int, seconds: float, *, gave_up: bool = False) -> None:
+    def add_shared_read(self, tokens: int, seconds: float, *, gave_up: bool = False) -> None:
         """The shared tier took ``seconds`` for ``tokens``; ``gave_up``: it failed or was late."""
         if self.reading is not None:
             self.reading.from_shared += tokens
@@ -238,10 +246,12 @@ class L3Progress:
             self.reading.gave_up = self.reading.gave_up or gave_up
 
     def seems_stalled(self, now: float) -> bool:
-        looking, reading = self._looking, self.reading
-        if looking is not None and now - looking[0] > STALLED_SECONDS:
-            start, waited, thread = looking  # a busy processor is not the disk's fault
-            if now - start - (self.core_wait(thread) - waited) > STALLED_SECONDS:
+        """True if the present look-up, or the next part of the present read, is long overdue."""
+        look_up, reading = self._look_up, self.reading
+        if look_up is not None and now - look_up.start > STALLED_SECONDS:
+            # A busy processor is not the disk's fault.
+            core_wait = self.core_wait(look_up.thread) - look_up.core_wait
+            if now - look_up.start - core_wait > STALLED_SECONDS:
                 return True
         if reading is None:
             return False
@@ -249,7 +259,7 @@ class L3Progress:
         longest = max(LONGEST_PART_SECONDS, computing)
         expected = self._expected(reading, reading.step, min(reading.step, reading.shared))
         expected = longest if expected is None else min(expected, longest)
-        return now - reading.last > 2 * expected + STALLED_SECONDS
+        return now - reading.last_arrival > 2 * expected + STALLED_SECONDS
 
     def slowdown(self, now: float) -> float:
         """Time of the present read relative to its expected time; at least 1."""
@@ -272,10 +282,10 @@ class L3Progress:
         if reading is None:
             return 0.0
         if longest and reading.tokens:
-            return (reading.last - reading.start) * tokens / reading.tokens
+            return (reading.last_arrival - reading.start) * tokens / reading.tokens
         return (now - reading.start) * tokens / (reading.tokens + reading.step)
 
-    def left_in_time(self, now: float) -> float | None:
+    def seconds_left_in_time(self, now: float) -> float | None:
         """Expected rest of the present read, in seconds; None if it is late, or unknown."""
         reading = self.reading
         if reading is None or self.slowdown(now) > LATE:
@@ -284,8 +294,9 @@ class L3Progress:
         return None if expected is None else max(0.0, expected - (now - reading.start))
 
     def _expected(self, reading: Reading | None, tokens: int, shared: int) -> float | None:
-        """Expected seconds of ``tokens``, of a read if there is one; None if unknown."""
-        of, of_shared = (reading.hit_tokens, reading.shared) if reading is not None else (0, 0)
-        near = self.estimates.read.part(tokens - shared, of - of_shared)
-        far = self.estimates.shared.part(shared, of_shared)
+        """Expected seconds of ``tokens``, ``shared`` of them from the shared tier, as a part of
+        ``reading`` if there is one; None if unknown."""
+        whole, whole_shared = (reading.hit_tokens, reading.shared) if reading else (0, 0)
+        near = self.estimates.read.seconds_of_part(tokens - shared, whole - whole_shared)
+        far = self.estimates.shared.seconds_of_part(shared, whole_shared)
         return None if near is None or far is None else near + far

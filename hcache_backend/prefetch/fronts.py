@@ -67,45 +67,46 @@ class Fronts:
             seconds = self._l3.estimates.prefill.seconds(tokens, prefix) or math.inf
         return seconds / share if share else math.inf
 
-    def until_met(
+    def seconds_until_met(
         self, meeting: Meeting, prefix: int, *, longest: bool = False
     ) -> tuple[float, float]:
         """Estimated time to finish the unread pages behind ``prefix`` tokens: reading and
         recomputing in parallel, and reading only (see :meth:`.L3Progress.seconds_to_read`).
         Infinite if unknown. Any thread."""
-        tokens, share = meeting.unread * self._pool.page_size, meeting.recomputable
+        tokens, share = meeting.unread * self._pool.page_size, meeting.reachable_share
         recomputing = self.seconds_to_recompute(tokens, prefix)
         return self._times.seconds_to_finish(tokens, recomputing, share, longest=longest)
 
     def propose_slices(self, turn: Turn, operations: Sequence[Any]) -> None:
         """Offer the pages of these prefetches that a slice may recompute now, as many as one turn
         has time for."""
-        self.governor.look(self._prefetches)
+        self.governor.update_pace(self._prefetches)
         # Slices that ended long ago are in front of no batch any more.
-        self._recomputed = self._recomputed and self._budget.unfinished() > 0
+        self._recomputed = self._recomputed and self._budget.count_unfinished() > 0
         size, budget, pace = self._pool.page_size, self._budget, self.governor.pace
-        for offered in self._offers.values():  # an error came between
+        for offered in self._offers.values():  # an error came between: they were not taken
             offered.take_offered(0)
-        self._offers, self._proposal, rooms = {}, None, list[int]()
+        self._offers, self._proposal, offered_pages = {}, None, list[int]()
         for operation in operations:
-            prefetch = self._prefetches.of(operation)
+            prefetch = self._prefetches.prefetch_of(operation)
             if (meeting := prefetch.meeting) is None:
                 continue
-            may = self._pages.holds(prefetch.anchor) and self.recomputes_pages
+            can_recompute = self._pages.holds(prefetch.anchor) and self.recomputes_pages
             front = meeting.front
-            meeting.reachable = self._restores.reachable(operation, front) if may else 0
-            if not meeting.due or not self._follows(operation):
+            meeting.reachable = self._restores.reachable(operation, front) if can_recompute else 0
+            if not meeting.next_front or not self._can_recompute(operation):
                 continue
             prefix = operation.storage_start + front * size
-            together, alone = self.until_met(meeting, prefix)
+            both_ends, reading = self.seconds_until_met(meeting, prefix)
+            most_pages = min(len(meeting.next_front), max(1, budget.tokens // size))
+            first = self.seconds_to_recompute(size, prefix)
             # Slower pages are read sooner, some or all.
-            until = alone, together, self.seconds_to_recompute(size, prefix)
-            most = min(len(meeting.due), max(1, budget.tokens // size))
-            room = meeting.offer(budget.pages(most, size, prefix, pace.share, *until))
+            limits = {"share": pace.share, "within": reading, "best": both_ends, "first": first}
+            pages = meeting.offer(budget.pages_of_slice(most_pages, size, prefix, **limits))
             self._offers[operation] = meeting
-            rooms.append(0 if self._restores.launch_failed(operation) else room)
-        self._proposal = turn.propose(*rooms)
-        if rooms and not pace.share:
+            offered_pages.append(0 if self._restores.launch_failed(operation) else pages)
+        self._proposal = turn.propose(*offered_pages)
+        if offered_pages and not pace.share:
             metrics.SLICES.count(pace.decision)
 
     def apply_slices(self) -> None:
@@ -125,23 +126,24 @@ class Fronts:
         if launched:
             metrics.SLICES.count(decision)
 
-    def _follows(self, operation: Any) -> bool:
+    def _can_recompute(self, operation: Any) -> bool:
         """True if pages of a prefetch can be recomputed behind what is on the device."""
-        others = self._before_prefetch(operation)
-        if others is None or operation.is_terminated() or not self.recomputes_pages:
+        earlier_slots = self._slots_before(operation)
+        if earlier_slots is None or operation.is_terminated() or not self.recomputes_pages:
             return False
-        return len(others) == operation.storage_start  # otherwise its pages follow other tokens
+        return len(earlier_slots) == operation.storage_start  # or its pages follow other tokens
 
     def _recompute_slice(self, operation: Any, meeting: Meeting, pages: range) -> bool:
-        """Recompute ``pages`` of a prefetch, its next ones. Returns True if that was launched."""
-        others = self._before_prefetch(operation)
-        if others is None:
+        """Launch the recomputation of ``pages`` of a prefetch, its next ones, and their copies to
+        host memory. HiCache then counts them as read. Returns False if nothing was launched."""
+        earlier_slots = self._slots_before(operation)
+        if earlier_slots is None:
             return False
-        slots, before = self._restores.slots(operation, pages)
-        prefix, size = torch.cat((others, before)), self._pool.page_size
-        of_hit = self._prefetches.of(operation).token_ids
-        assert of_hit is not None
-        token_ids = of_hit[pages.start * size : pages.stop * size]
+        slots = self._restores.slots(operation, pages)
+        prefix = torch.cat((earlier_slots, self._restores.slots(operation, range(pages.start))))
+        hit_ids, size = self._prefetches.prefetch_of(operation).token_ids, self._pool.page_size
+        assert hit_ids is not None
+        token_ids = hit_ids[pages.start * size : pages.stop * size]
         recompute = self._loads.recompute_pages(TokenSpan(token_ids, prefix), slots)
         if recompute is None:
             return False
@@ -161,19 +163,20 @@ class Fronts:
                 self._pool.arena.mark_unfit(host_pages)
                 metrics.PROBLEMS.count("recomputed_not_saved")
                 logger.warning("hcache: recomputed pages could not be stored: %r", problem)
-        self._budget.launched(restore, len(prefix))
+        self._budget.add_slice(restore, len(prefix))
         self._recomputed = True
-        self._restores.recomputed(operation, pages, restore)
+        self._restores.mark_recomputed(operation, pages, restore)
         if restore.failed is not None:
             self._loads.recomputation_failed(restore.failed)
             return True
         metrics.L3_TOKENS.count("recomputed", len(slots))
-        meeting.launched(pages)
-        operation.completed_tokens = meeting.pages * size
+        meeting.front_launched(pages)
+        operation.completed_tokens = meeting.counted_pages * size
         return True
 
-    def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
-        anchor = self._prefetches.of(prefetch).anchor
+    def _slots_before(self, prefetch: Hashable) -> torch.Tensor | None:
+        """Slots of all tokens before a prefetch; None if they have left the device."""
+        anchor = self._prefetches.prefetch_of(prefetch).anchor
         return self._pages.slots_to(anchor) if self._pages.holds(anchor) else None
 
     def take_recomputed(self) -> bool:

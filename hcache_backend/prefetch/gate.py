@@ -44,24 +44,25 @@ class Gpu:
         self.last_end = 0.0  # of any batch
         self._clock = clock
         self._number = 0
-        # Start of the first work, and all launched work in order: number and seconds.
-        self._at: tuple[float, tuple[tuple[int, float], ...]] = 0.0, ()
+        # When the first work began, and all launched work in order: number and seconds. One tuple,
+        # because other threads read it.
+        self._work: tuple[float, tuple[tuple[int, float], ...]] = 0.0, ()
 
-    def begins(self, seconds: float) -> int:
+    def add_work(self, seconds: float) -> int:
         """Work of ``seconds`` is launched behind all earlier work; returns its number."""
-        since, launched = self._at
+        since, launched = self._work
         self._number += 1
-        self._at = since if launched else self._clock(), (*launched, (self._number, seconds))
+        self._work = since if launched else self._clock(), (*launched, (self._number, seconds))
         return self._number
 
-    def ended(self, number: int) -> None:
+    def end_work(self, number: int) -> None:
         """Work ``number`` has ended, and all that was launched before it."""
-        _, launched = self._at
-        self._at = self._clock(), tuple(one for one in launched if one[0] > number)
+        _, launched = self._work
+        self._work = self._clock(), tuple(work for work in launched if work[0] > number)
 
     def seconds_busy(self, now: float) -> float:
         """Expected time of all launched work; 0 if that is late."""
-        since, launched = self._at
+        since, launched = self._work
         return max(0.0, sum(seconds for _, seconds in launched) - (now - since))
 
 
@@ -91,25 +92,25 @@ class HitGate:
         self._running: list[Any] = []  # SGLang's operations, in the order in which they are read
         self._proposal: Proposal | None = None
         self._logged = self._shown = -math.inf  # when a refused hit was logged, and rates shown
-        self._show()
+        self._show_rates()
 
     # ---- the scheduler thread ----
 
     def propose_ends(self, turn: Turn) -> None:
         """Propose for each of the first prefetches whether it goes on, and last whether L3 is not
-        stalled, as :meth:`to_end`. Every rank has the same prefetches in the same turns."""
+        stalled, by :meth:`verdicts_on`. Every rank has the same prefetches in the same turns."""
         cache, self._proposal = turn.cache, None
         first = [info.operation for info in islice(cache.ongoing_prefetch.values(), _JUDGED)]
         self._running, verdicts = first, [False] * (len(first) + 1)
         with catching():
-            running = {operation: self.prefetches.of(operation) for operation in first}
-            found = (self.prefetches.changed | running).items()
-            there = {operation: one for operation, one in found if one.info is not None}
-            for operation, prefetch in there.items():
-                prefetch.came(operation.completed_tokens, cache.page_size)
+            running = {operation: self.prefetches.prefetch_of(operation) for operation in first}
+            changed = (self.prefetches.changed | running).items()
+            ongoing = {operation: one for operation, one in changed if one.info is not None}
+            for operation, prefetch in ongoing.items():
+                prefetch.set_arrived(operation.completed_tokens, cache.page_size)
             if cache.pp_size == 1:
-                self.prefetches.unfinished.update(there)
-            verdicts = self.to_end([*running.values()])
+                self.prefetches.unfinished.update(ongoing)
+            verdicts = self.verdicts_on([*running.values()])
         if cache.pp_size > 1:
             return  # pipeline stages are not at one point
         # No rank acts on its own verdict alone.
@@ -121,13 +122,14 @@ class HitGate:
         if self._proposal is None:
             return
         *going_on, in_time = self._proposal.least
-        ended = [one for one, goes_on in zip(self._running, going_on, strict=True) if not goes_on]
-        if not in_time:  # all of them
+        pairs = zip(self._running, going_on, strict=True)
+        ended = [operation for operation, goes_on in pairs if not goes_on]
+        if not in_time:  # L3 is stalled: all of them
             ended = [info.operation for info in self.prefetches.ongoing.values()]
         for operation in ended:
             operation.mark_terminate()
         with catching():
-            self.agreed([self.prefetches.of(operation) for operation in ended], not in_time)
+            self.apply_verdicts([*map(self.prefetches.prefetch_of, ended)], not in_time)
 
     def may_ask(self, request_id: str, prefix: int, recomputing: Recomputing | None = None) -> bool:
         """Returns True if L3 is to be asked for tokens of a request behind ``prefix``: not while
@@ -136,25 +138,25 @@ class HitGate:
             self.prefetches.add_request(request_id, prefix, recomputing)
         return not self.agreed_stalled
 
-    def to_end(self, running: Sequence[Prefetch]) -> list[bool]:
+    def verdicts_on(self, running: Sequence[Prefetch]) -> list[bool]:
         """This rank's verdicts: for each prefetch True if it should end; last, True if L3 is
         stalled. ``running`` are the first prefetches, in the order in which they are read."""
         now = self.l3.clock()
         with self.prefetches.lock:
             stalled = self._seems_stalled(now)
             verdicts = [stalled] * len(running)
-            rests = [one.rest for one in running]
+            rests = [prefetch.rest for prefetch in running]
             begins = self.times.seconds_until_read(rests)
-            for place, (one, rest, begin) in enumerate(zip(running, rests, begins, strict=True)):
+            for i, (prefetch, rest, begin) in enumerate(zip(running, rests, begins, strict=True)):
                 if rest is not None:
-                    verdicts[place] |= self._ends(one, rest, begin, now)
+                    verdicts[i] |= self._should_end(prefetch, rest, begin, now)
         return [*verdicts, stalled]
 
-    def agreed(self, ended: Sequence[Prefetch], stalled: bool) -> None:
-        """Apply the verdicts of all ranks together: the ended prefetches, and the state of L3."""
+    def apply_verdicts(self, ended: Sequence[Prefetch], stalled: bool) -> None:
+        """All ranks have agreed on these: note the ended prefetches, and the state of L3."""
         before, self.agreed_stalled = self.agreed_stalled, stalled
         for prefetch in ended:
-            metrics.L3_TOKENS.count("ended", prefetch.left)
+            metrics.L3_TOKENS.count("ended", prefetch.remaining)
             self.prefetches.refuse(prefetch, State.ENDED)
         if stalled and not before:
             metrics.PROBLEMS.count("l3_stalled")
@@ -163,35 +165,37 @@ class HitGate:
         elif before and not stalled:
             logger.info("hcache: L3 responds again")
 
-    def launched(self, tokens: int, prefix: float, loaded: int) -> int:
-        """A batch with this work (see :meth:`prefilled`) is launched. Returns its number."""
+    def batch_launched(self, tokens: int, prefix: float, loaded: int) -> int:
+        """A batch with this work (see :meth:`batch_ended`) is launched. Returns its number."""
         computing = self.estimates.prefill.seconds(tokens, prefix) or 0.0
-        return self.gpu.begins(computing + self.estimates.loaded(loaded))
+        return self.gpu.add_work(computing + self.estimates.seconds_to_load(loaded))
 
-    def prefilled(self, tokens: int, prefix: float, loaded: int, seconds: float) -> None:
-        """A batch computed ``tokens``, on average behind ``prefix``, and waited for ``loaded``."""
+    def batch_ended(self, tokens: int, prefix: float, loaded: int, seconds: float) -> None:
+        """Learn from a batch that computed ``tokens``, on average behind ``prefix``, and waited for
+        the load of ``loaded`` tokens; all in ``seconds``."""
         estimates = self.estimates
         if not loaded:
-            estimates.prefill.measured(tokens, prefix, seconds)
+            estimates.prefill.add_time(tokens, prefix, seconds)
         elif (computing := estimates.prefill.seconds(tokens, prefix)) is not None:
-            estimates.load.measured(loaded, 0, max(seconds - computing, 1e-6))
-        self._show()
+            estimates.load.add_time(loaded, 0, max(seconds - computing, 1e-6))
+        self._show_rates()
 
     # ---- the thread that asks L3 ----
 
-    def takes(
+    def tokens_to_read(
         self, prefetch: Prefetch, tokens: int, wanted: int, shared: int = 0, *, parts: bool = True
     ) -> int:
         """Number of tokens of a hit that this rank wants to read: all, none, or those in the page
-        store. L3 was asked for ``wanted``; ``shared``, at its end, are in the shared tier."""
+        store. L3 was asked for ``wanted``; ``shared``, at its end, are in the shared tier.
+        ``parts``: the first part of a hit is worth something without the rest."""
         now = self.l3.clock()
         with self.prefetches.lock:
             hit = Hit(tokens, prefetch.prefix, wanted - tokens + 1, shared, prefetch.recomputing)
             prefetch.hit, prefetch.trial, prefetch.all_or_nothing = None, None, not parts
-            problem = self._too_slow(hit, now)
-            taken = tokens if problem is None else self._part_of(hit, parts, prefetch, now)
+            reason = self._reason_to_compute(hit, now)
+            taken = tokens if reason is None else self._tokens_of_part(hit, parts, prefetch, now)
             if taken:
-                prefetch.hit = hit.cut(taken)
+                prefetch.hit = hit.cut_to(taken)
                 if prefetch.state is State.ASKED:  # otherwise it is over already
                     self.prefetches.hits[prefetch] = None
             else:
@@ -200,7 +204,7 @@ class HitGate:
             metrics.L3_TOKENS.count("slower", tokens - taken)
             if now - self._logged > _SILENCE_SECONDS:
                 self._logged = now
-                logger.info("hcache: %d tokens of a hit are computed: %s", tokens - taken, problem)
+                logger.info("hcache: %d tokens of a hit are computed: %s", tokens - taken, reason)
         return taken
 
     # ---- the thread that reads ----
@@ -210,7 +214,7 @@ class HitGate:
         with self.prefetches.lock:
             shared, prefetch.step = 0, step
             if prefetch.hit is not None:  # other ranks may have less of it
-                prefetch.hit = prefetch.hit.cut(wanted)
+                prefetch.hit = prefetch.hit.cut_to(wanted)
                 shared = prefetch.hit.shared
             if not prefetch.refused:
                 prefetch.state = State.READING if prefetch.meeting is None else State.MEETING
@@ -222,49 +226,50 @@ class HitGate:
         reading = self.l3.reading
         if reading is None:
             return
-        now, seconds_far = self.l3.clock(), reading.seconds_shared
+        now, seconds_far = self.l3.clock(), reading.seconds_shared  # ``far``: of the shared tier
         seconds = now - reading.start
         far = min(reading.from_shared, reading.tokens)  # after a missing page nothing counts
         wanted_far = max(reading.shared, far)
         wanted, near = reading.wanted - wanted_far, reading.tokens - far
-        self._measured(self.estimates.read, near, wanted, seconds - seconds_far)
+        self._learn_read(self.estimates.read, near, wanted, seconds - seconds_far)
         if reading.gave_up and wanted_far:
             # The shared tier did not answer in time, so its real time is unknown.
             shared, computing = self.estimates.shared, self.estimates.prefill.seconds(wanted_far)
             longest = max(shared.seconds(wanted_far) or 0.0, 2 * (computing or 0.0))
-            shared.measured(wanted_far, 0, max(longest, 2 * seconds_far, 1e-6))
+            shared.add_time(wanted_far, 0, max(longest, 2 * seconds_far, 1e-6))
         else:
-            self._measured(self.estimates.shared, far, wanted_far, seconds_far)
-        self._show()
+            self._learn_read(self.estimates.shared, far, wanted_far, seconds_far)
+        self._show_rates()
         with self.prefetches.lock:
             self.l3.reading = None
-            self._trial_ends(reading, seconds)
+            self._schedule_trial(reading, seconds)
             self._trials[reading.shared > 0].last_read = now
             if not reading.prefetch.refused:
                 reading.prefetch.state = State.DONE
             self.prefetches.hits.pop(reading.prefetch, None)
 
-    def _trial_ends(self, reading: Reading, seconds: float) -> None:
-        """What the end of a read says about its tier."""
+    def _schedule_trial(self, reading: Reading, seconds: float) -> None:
+        """Decide by a read that has ended in ``seconds`` when its tier is tried again."""
         trials, prefetch = self._trials[reading.shared > 0], reading.prefetch
         trial, failed = prefetch.trial, reading.gave_up or prefetch.refused
         if trial is None:
             if prefetch.hit is not None:  # it seemed worth it
                 trials.pause = TRIAL_SECONDS
         elif failed or 0 < reading.tokens == reading.wanted:
-            hit = trial.cut(reading.hit_tokens)._replace(recomputing=None)
+            hit = trial.cut_to(reading.hit_tokens)._replace(recomputing=None)
             pays = not failed and self._pays(hit, seconds)
             longer = min(max(TRIAL_SECONDS, 2 * trials.pause), LONGEST_TRIAL_SECONDS)
             trials.pause = 0.0 if pays else longer  # the next one confirms a good one at once
         # Otherwise its client is gone, or pages are: no evidence about the disk.
 
-    def _measured(self, reads: Estimate, tokens: int, wanted: int, seconds: float) -> None:
-        expected = reads.seconds(wanted)
+    def _learn_read(self, estimate: Estimate, tokens: int, wanted: int, seconds: float) -> None:
+        """Learn from a read of ``tokens``, of ``wanted``, from the tier of this ``estimate``."""
+        expected = estimate.seconds(wanted)
         if not tokens and expected is not None and seconds > expected:
             tokens = wanted  # it failed, and that took longer than reading
         if tokens and wanted > 0:
             # A read that ended early counts as if the rest had come at the same pace.
-            reads.measured(wanted, 0, max(seconds, 1e-6) * wanted / tokens)
+            estimate.add_time(wanted, 0, max(seconds, 1e-6) * wanted / tokens)
 
     def _pays(self, hit: Hit, read: float) -> bool:
         """True if reading a hit in ``read`` seconds is worth it with nothing else under way."""
@@ -274,8 +279,8 @@ class HitGate:
     def _seems_stalled(self, now: float) -> bool:
         return self._min_gain > 0 and self.l3.seems_stalled(now)
 
-    def _too_slow(self, hit: Hit, now: float) -> str | None:
-        """Reason why a hit is not to be read, or None. Under the lock."""
+    def _reason_to_compute(self, hit: Hit, now: float) -> str | None:
+        """The reason why a hit is not to be read, or None. Under the lock."""
         if self._seems_stalled(now):
             return "L3 is stalled"
         busy, others = self.gpu.seconds_busy(now), self.prefetches.hits
@@ -290,7 +295,7 @@ class HitGate:
         reading = f"to read and load {hit.tokens} tokens takes at least {taken:.3f} s"
         return f"{reading}, to compute them {computing:.3f} s"
 
-    def _ends(self, prefetch: Prefetch, rest: Hit, begin: float, now: float) -> bool:
+    def _should_end(self, prefetch: Prefetch, rest: Hit, begin: float, now: float) -> bool:
         """True if a prefetch should end, whose ``rest`` is read in ``begin`` seconds, or now."""
         hit, trial = prefetch.hit, prefetch.trial
         if hit is None or self.gpu.wanted or (prefetch.all_or_nothing and trial is None):
@@ -298,7 +303,7 @@ class HitGate:
         worth = 0 if prefetch.all_or_nothing else prefetch.arrived - prefetch.lost
         others = (one for one in self.prefetches.hits if one is not prefetch)
         busy = self.gpu.seconds_busy(now)
-        computing = self.times.seconds_to_compute(hit.without(worth), busy, others, now)
+        computing = self.times.seconds_to_compute(hit.without_first(worth), busy, others, now)
         if computing is None:
             return False
         if trial is not None:
@@ -309,10 +314,11 @@ class HitGate:
         margin = 1.0 if prefetch.all_or_nothing else _ENDING_MARGIN
         return going_on * self._min_gain > margin * computing
 
-    def _part_of(self, hit: Hit, parts: bool, prefetch: Prefetch, now: float) -> int:
-        """Number of tokens to read of a hit that as a whole is too slow. Under the lock."""
-        near, kept = hit.cut(hit.tokens - hit.shared) if parts else hit, 0
-        if 0 < near.tokens < hit.tokens and self._too_slow(near, now) is None:
+    def _tokens_of_part(self, hit: Hit, parts: bool, prefetch: Prefetch, now: float) -> int:
+        """Number of tokens to read of a hit that as a whole is too slow: those in the page store,
+        or all of a trial, which ``prefetch`` gets. Under the lock."""
+        near, kept = hit.cut_to(hit.tokens - hit.shared) if parts else hit, 0
+        if 0 < near.tokens < hit.tokens and self._reason_to_compute(near, now) is None:
             kept = near.tokens
         trial = hit if kept or not near.tokens else near
         if not self._is_trial_due(trial, now):
@@ -321,13 +327,15 @@ class HitGate:
         return trial.tokens
 
     def _is_trial_due(self, hit: Hit, now: float) -> bool:
-        others = any(one.left for one in self.prefetches.hits)
+        """True if its tier is to be tried now, by reading ``hit`` while nothing else is read."""
+        others = any(one.remaining for one in self.prefetches.hits)
         busy = others or self.l3.reading is not None or self.l3.seems_stalled(now)
         trials = self._trials[hit.shared > 0]
         # A hit that is not worth it however fast L3 is tells nothing.
         return not busy and self._pays(hit, 0.0) and now - trials.last_read >= trials.pause
 
-    def _show(self) -> None:
+    def _show_rates(self) -> None:
+        """Update the metric of known rates, at most once a second."""
         now = self.l3.clock()
         if now - self._shown >= _SHOWN_SECONDS:
             self._shown = now

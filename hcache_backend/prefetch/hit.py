@@ -31,14 +31,14 @@ class Hit(NamedTuple):
     recomputing: Recomputing | None = None  # time in slices, meanwhile; None: read only
     reachable: float = math.inf  # tokens at their front that slices can reach
 
-    def without(self, tokens: int) -> Hit:
+    def without_first(self, tokens: int) -> Hit:
         """The hit without its first ``tokens``, which have arrived."""
-        left = self.tokens - tokens
-        shared = min(self.shared, left)
-        return self._replace(tokens=left, prefix=self.prefix + tokens, shared=shared)
+        remaining = self.tokens - tokens
+        shared = min(self.shared, remaining)
+        return self._replace(tokens=remaining, prefix=self.prefix + tokens, shared=shared)
 
-    def cut(self, tokens: int) -> Hit:
-        """Its first ``tokens``; the others are computed."""
+    def cut_to(self, tokens: int) -> Hit:
+        """The hit of its first ``tokens``; the others are computed."""
         cut_off = self.tokens - tokens
         shared = max(0, self.shared - cut_off)
         return self._replace(tokens=tokens, rest=self.rest + cut_off, shared=shared)
@@ -83,30 +83,31 @@ class Prefetch:
     all_or_nothing: bool = False  # a part of it is worth nothing without the rest
     lost: int = 0  # arrived, but worth nothing without the rest
     reachable: float = math.inf  # not yet arrived, and slices can still reach them
-    asked: int = 0  # its place among all that SGLang asked for
-    came_behind: int = 0  # the last one that was asked before its pages came; 0: none came
+    ask_number: int = 0  # SGLang's questions to L3 are counted from 1 on
+    ended_after_ask: int = 0  # number of the last question when it ended with pages; 0: it did not
 
-    def came(self, completed: int, page_size: int) -> None:
-        """``completed`` tokens count on all ranks. Called in a turn of the scheduler."""
+    def set_arrived(self, completed: int, page_size: int) -> None:
+        """Update ``arrived``, ``lost`` and ``reachable``: ``completed`` tokens count on all ranks.
+        Called in a turn of the scheduler."""
         meeting, self.lost = self.meeting, 0
         if meeting is not None:
-            if meeting.pages == meeting.front:
-                self.lost = len(meeting.here) * page_size
+            if meeting.counted_pages == meeting.front:
+                self.lost = len(meeting.back) * page_size
             if meeting.reachable is not None:
                 self.reachable = max(0, meeting.reachable - meeting.front) * page_size
         self.arrived = completed + self.lost
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Tokens that have not arrived."""
         return 0 if self.refused or self.hit is None else self.hit.tokens - self.arrived
 
     @property
     def rest(self) -> Hit | None:
         """The part of the hit that has not arrived; None if there is none."""
-        if not self.left or self.hit is None:
+        if not self.remaining or self.hit is None:
             return None
-        return self.hit.without(self.arrived)._replace(reachable=self.reachable)
+        return self.hit.without_first(self.arrived)._replace(reachable=self.reachable)
 
     @property
     def refused(self) -> bool:

@@ -13,7 +13,7 @@ class Meeting:
 
     def __init__(self) -> None:
         self.front = 0  # pages whose recomputation was launched; the scheduler's
-        self.here = range(0)  # pages that were read and proven on all ranks; the scheduler's
+        self.back = range(0)  # pages that were read and verified on all ranks; the scheduler's
         # First page that recomputation cannot reach, as of the last turn. None, before the first
         # turn, counts as all reachable: otherwise the reader would claim the front's pages.
         self.reachable: int | None = None
@@ -31,8 +31,8 @@ class Meeting:
     # ---- the thread that reads ----
 
     def next_batch(self, most: int) -> range:
-        """The next pages to read, at most ``most`` (at least 1); empty if the ends have met. Waits
-        for the ranks only if all others are offered to the front."""
+        """Claim the next pages to read, at most ``most`` (at least 1); empty if the ends have met.
+        Waits for the ranks only if all others are offered to the front."""
         with self._lock:
             self._lock.wait_for(lambda: not self._offered or self._offered < self.unread)
             assert self._unread is not None
@@ -41,20 +41,20 @@ class Meeting:
             return range(first, stop)
 
     @property
-    def spared(self) -> int:
-        """Pages that need not be read. Any thread."""
+    def taken_pages(self) -> int:
+        """Number of pages that the front has taken: they need not be read. Any thread."""
         return self._taken
 
     # ---- the scheduler ----
 
     @property
     def unread(self) -> int:
-        """Pages that are neither taken nor being read."""
+        """Number of pages that are neither taken by the front nor read, or being read."""
         assert self._unread is not None
         return self._unread - self._taken
 
     @property
-    def recomputable(self) -> float:
+    def reachable_share(self) -> float:
         """Share of the unread pages that recomputation can reach. Any thread."""
         unread, reachable = self.unread, self.reachable
         if reachable is None or not unread:
@@ -62,14 +62,14 @@ class Meeting:
         return min(1.0, max(0, reachable - self._taken) / unread)
 
     @property
-    def due(self) -> range:
+    def next_front(self) -> range:
         """Pages that the front may take next, as far as all ranks know."""
         stop = self.reachable or 0
-        return range(self.front, min(stop, self.here.start) if self.here else stop)
+        return range(self.front, min(stop, self.back.start) if self.back else stop)
 
     def offer(self, most: int) -> int:
-        """Number of pages that the front may take next: unread ones, at most ``most``. The reader
-        leaves them alone until :meth:`take_offered`, and reads others while the ranks agree."""
+        """Offer the front its next pages, unread ones, and return their number. The reader leaves
+        them alone until :meth:`take_offered`, and reads others while the ranks agree."""
         with self._lock:
             # Pages taken but not launched have failed: there is no way past them.
             self._offered = min(most, self.unread) if self._taken == self.front else 0
@@ -82,17 +82,17 @@ class Meeting:
             self._lock.notify_all()
             return range(first, self._taken)
 
-    def launched(self, pages: range) -> None:
+    def front_launched(self, pages: range) -> None:
         """The recomputation of the front's next ``pages`` was launched."""
         assert pages.start == self.front
         self.front = pages.stop
 
-    def arrived(self, start: int, end: int) -> None:
-        """All ranks have read pages ``start`` to ``end``."""
-        self.here = range(start, max(start, end))
+    def set_back(self, start: int, end: int) -> None:
+        """All ranks have read pages ``start`` to ``end``, so far."""
+        self.back = range(start, max(start, end))
 
     @property
-    def pages(self) -> int:
-        """Number of pages that count, from the first one on: recomputed or read."""
-        met = bool(self.here) and self.front >= self.here.start
-        return max(self.front, self.here.stop) if met else self.front
+    def counted_pages(self) -> int:
+        """Number of pages that HiCache may use, from the first one on: recomputed or read."""
+        have_met = bool(self.back) and self.front >= self.back.start
+        return max(self.front, self.back.stop) if have_met else self.front

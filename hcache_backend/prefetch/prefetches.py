@@ -32,7 +32,7 @@ class Held:
 
 class Ongoing(UserDict[Hashable, Record]):
     """SGLang's prefetches by request, in the place of its cache's ``dict``. It tells which ones
-    come, begin to be read and go (``tell(record, over)``): no turn has to look at all."""
+    come, begin to be read and go, by ``tell(record, over)``: no turn has to look at all."""
 
     def __init__(self, tell: Callable[[Record, bool], None]) -> None:
         super().__init__()
@@ -70,22 +70,23 @@ class Prefetches:
         self.reading: dict[Any, int] = {}  # SGLang's operations that have room, in order: tokens
         self.reading_tokens = 0
         self.brought: OrderedDict[str, Prefetch] = OrderedDict()  # last ones with a page, by key
-        self._asked = 0
+        self._asks = 0  # of SGLang to L3
         self.changed: dict[Any, Prefetch] = {}  # what came, went or got on since the last turn
-        self.ongoing = Ongoing(self._tell)
+        self.ongoing = Ongoing(self._note_change)
         # SGLang's operations that a thread still processes on some rank; the same on every rank.
         self.unfinished: set[Hashable] = set()
-        self._of: weakref.WeakKeyDictionary[Any, Prefetch] = weakref.WeakKeyDictionary()
+        # By SGLang's operation.
+        self._by_operation: weakref.WeakKeyDictionary[Any, Prefetch] = weakref.WeakKeyDictionary()
         self._final: OrderedDict[str, State] = OrderedDict()  # of requests
 
-    def of(self, operation: Any) -> Prefetch:
+    def prefetch_of(self, operation: Any) -> Prefetch:
         """The prefetch of SGLang's ``operation``. Any thread."""
         with self.lock:
-            if operation not in self._of:
+            if operation not in self._by_operation:
                 name = operation.request_id
                 new = Prefetch(name, state=self._final.get(name, State.ASKED))
-                self._of[operation] = self.waiting.get(name, new)
-            return self._of[operation]
+                self._by_operation[operation] = self.waiting.get(name, new)
+            return self._by_operation[operation]
 
     def add_request(
         self, request_id: str, prefix: int, recomputing: Recomputing | None
@@ -93,43 +94,45 @@ class Prefetches:
         """L3 is asked for tokens of a request behind ``prefix``."""
         with self.lock:
             state = self._final.get(request_id, State.ASKED)
-            asked = self.waiting[request_id] = Prefetch(request_id, prefix, recomputing, state)
-            return asked
+            prefetch = self.waiting[request_id] = Prefetch(request_id, prefix, recomputing, state)
+            return prefetch
 
-    def watched(self, ongoing: Mapping[Hashable, Record]) -> Ongoing:
-        """Learn from now on which of SGLang's prefetches come and go. Replaces ``ongoing``."""
+    def watch(self, ongoing: Mapping[Hashable, Record]) -> Ongoing:
+        """Learn from now on which of SGLang's prefetches come and go. Returns the mapping that the
+        caller puts in the place of ``ongoing``, SGLang's."""
         if ongoing is not self.ongoing:  # it is new, or a flush has made it so
             for record in self.ongoing.values():
-                self._tell(record, True)
-            self.ongoing = Ongoing(self._tell)
+                self._note_change(record, True)
+            self.ongoing = Ongoing(self._note_change)
             self.ongoing.update(ongoing)
         return self.ongoing
 
-    def _tell(self, record: Record, over: bool) -> None:
+    def _note_change(self, record: Record, over: bool) -> None:
+        """SGLang has begun a prefetch, has found room for it, or has ended it (``over``)."""
         operation = record.operation
-        prefetch = self.changed[operation] = self.of(operation)
+        prefetch = self.changed[operation] = self.prefetch_of(operation)
         prefetch.info = None if over else record
         if over:
             if operation in self.reading:
                 self.reading_tokens -= self.reading.pop(operation)
-                prefetch.came_behind = self._asked if operation.completed_tokens else 0
+                prefetch.ended_after_ask = self._asks if operation.completed_tokens else 0
                 prefetch.token_ids = None  # ``brought`` keeps the rest for a while
-            self.over(prefetch)
+            self.mark_over(prefetch)
         elif operation.host_indices is None:
-            self._asked = prefetch.asked = self._asked + 1
+            self._asks = prefetch.ask_number = self._asks + 1
         elif operation not in self.reading:
             self.reading[operation] = len(operation.host_indices)
             self.reading_tokens += self.reading[operation]
             self.brought.update(dict.fromkeys(operation.hash_value, prefetch))
             while len(self.brought) > _PAGES:
                 self.brought.popitem(last=False)
-        held = self.held.get(prefetch.request_id)
-        if held is not None and held.operation is operation:
+        prompt = self.held.get(prefetch.request_id)
+        if prompt is not None and prompt.operation is operation:
             if over:
                 self.fetching.pop(prefetch.request_id, None)
-            self.count_tokens(held)
+            self.count_tokens(prompt)
 
-    def over(self, prefetch: Prefetch) -> None:
+    def mark_over(self, prefetch: Prefetch) -> None:
         """No request waits for it any more. A thread may read it yet: that counts."""
         with self.lock:
             if self.waiting.get(prefetch.request_id) is prefetch:
@@ -142,27 +145,27 @@ class Prefetches:
         """True if requests wait for the GPU only; those that wait for L3 could not run."""
         return len(self.scheduler.waiting_queue) > len(self.fetching)
 
-    def queued(self, request_id: str) -> None:
-        """A request does not wait for its decode server any more."""
-        held = self.early.pop(request_id)
-        if held.operation is not None and self.of(held.operation).info is not None:
-            self.fetching[request_id] = held
-        self.count_tokens(held)
+    def mark_queued(self, request_id: str) -> None:
+        """A request that waited for its decode server waits for the GPU, or for L3, now."""
+        prompt = self.early.pop(request_id)
+        if prompt.operation is not None and self.prefetch_of(prompt.operation).info is not None:
+            self.fetching[request_id] = prompt
+        self.count_tokens(prompt)
 
-    def count_tokens(self, held: Held) -> None:
+    def count_tokens(self, prompt: Held) -> None:
         """Count the tokens that a request holds, after any change of it."""
-        holds, (held_before, free_before) = held.let_go is not None, held.counts
-        no_answer = held.operation is None or held.operation in self.reading
-        free = holds and no_answer and held.request.rid not in self.early
-        held.counts = holds, free
-        requests, freeing, most = self._holds.pop(held.node, (0, 0, 0))
+        holds, (held_before, free_before) = prompt.let_go is not None, prompt.counts
+        awaits_no_answer = prompt.operation is None or prompt.operation in self.reading
+        free = holds and awaits_no_answer and prompt.request.rid not in self.early
+        prompt.counts = holds, free
+        requests, freeing, most = self._holds.pop(prompt.node, (0, 0, 0))
         self.held_tokens -= most
         self.releasable -= most if freeing else 0
         self.releasable_nodes -= freeing > 0
         requests, freeing = requests + holds - held_before, freeing + free - free_before
         if requests:
-            most = max(most, held.tokens)
-            self._holds[held.node] = requests, freeing, most
+            most = max(most, prompt.tokens)
+            self._holds[prompt.node] = requests, freeing, most
             self.held_tokens += most
             self.releasable += most if freeing else 0
             self.releasable_nodes += freeing > 0
@@ -173,7 +176,7 @@ class Prefetches:
             self._final.pop(request_id, None)
 
     def refuse(self, prefetch: Prefetch, state: State) -> None:
-        """``state``: refused or ended."""
+        """End or refuse a prefetch, as ``state`` says; its request keeps that."""
         with self.lock:
             prefetch.state = self._final[prefetch.request_id] = state
             self.hits.pop(prefetch, None)

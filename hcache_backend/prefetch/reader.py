@@ -18,7 +18,7 @@ _LOOKING_SECONDS = 1e-3  # between two looks at the progress of the front
 _LEAST_SECONDS = 0.01  # of a read, about, because each one has a fixed cost of milliseconds
 _MOST_STEPS = 4  # of a read
 
-UntilMet = Callable[..., tuple[float, float]]  # its arguments are those of Fronts.until_met
+UntilMet = Callable[..., tuple[float, float]]  # Fronts.seconds_until_met
 
 
 def batch_pages(pages: int) -> int:
@@ -31,16 +31,18 @@ class _InOrder:
     too: so the store finds all damaged pages of a batch at once, and they are written again."""
 
     def __init__(self, pages: int) -> None:
-        self.there = 0  # leading pages that are there
+        self.leading_pages = 0  # that were read and are there
         self._next, self._end = 0, pages
 
     def next_batch(self, most: int) -> range:
+        """The next pages to read, at most ``most``; empty if all were read that are of use."""
         start, self._next = self._next, min(self._next + most, self._end)
         return range(start, self._next)
 
-    def arrived(self, pages: range, got: int) -> None:
-        if self.there == pages.start:
-            self.there += got
+    def add(self, pages: range, got: int) -> None:
+        """A batch of ``pages`` was read; the first ``got`` of them are there."""
+        if self.leading_pages == pages.start:
+            self.leading_pages += got
         if got < len(pages):
             self._end = min(self._end, pages.start + _FOUND_TOGETHER)
 
@@ -69,66 +71,66 @@ class BatchedReads:
         self,
         prefetch: PrefetchRead,
         meeting: Meeting | None = None,
-        until_met: UntilMet | None = None,
+        seconds_until_met: UntilMet | None = None,
         *,
         trial: bool = False,
     ) -> int:
         """Read a prefetch in order, or from its last page to the ``meeting``. Every rank makes the
-        same number of reports, even if it reads less: they are reduced together. ``until_met`` is
-        :meth:`.Fronts.until_met`: pages that the front would reach sooner are left to it. One
-        that ``trial`` L3 reads a page first, however slow L3 seems.
+        same number of reports, even if it reads less: they are reduced together. Pages that the
+        front would reach sooner, by ``seconds_until_met``, are left to it. In a ``trial`` of L3 a
+        page is read first, however slow L3 seems.
         Returns the number of leading pages that were read in order and are there."""
-        every = prefetch.pages
-        step, order, back = batch_pages(every), _InOrder(every), range(every, every)
-        first = True
+        all_pages = prefetch.pages
+        step, order, back = batch_pages(all_pages), _InOrder(all_pages), range(all_pages, all_pages)
+        is_first = True
         if meeting is not None:
-            meeting.set_pages(every)
-        for _ in range(0, every, step):
-            left = step * self._steps(step)  # till the next report
-            while left and not prefetch.has_ended():
-                if meeting is None or until_met is None:
-                    pages = order.next_batch(left)
-                elif first and trial:
+            meeting.set_pages(all_pages)
+        for _ in range(0, all_pages, step):
+            remaining = step * self._steps(step)  # till the next report
+            while remaining and not prefetch.has_ended():
+                if meeting is None or seconds_until_met is None:
+                    pages = order.next_batch(remaining)
+                elif is_first and trial:
                     pages = meeting.next_batch(1)
                 else:
-                    pages = self._next_back(prefetch, meeting, until_met, left)
+                    pages = self._next_back(prefetch, meeting, seconds_until_met, remaining)
                 if not pages:
                     break
-                left -= len(pages)
-                self._l3.reads_next(len(pages) * self._size)
+                remaining -= len(pages)
+                self._l3.part_begins(len(pages) * self._size)
                 begin = time.monotonic()
                 got = prefetch.read(pages)
-                if first and got == len(pages):
+                if is_first and got == len(pages):
                     self._seconds_per_page = max(time.monotonic() - begin, 1e-6) / got
-                first = False
+                is_first = False
                 if meeting is None:
-                    order.arrived(pages, got)
+                    order.add(pages, got)
                 else:
                     end = back.stop if got == len(pages) else pages.start + got
                     back = range(pages.start, end)
-            prefetch.report(range(order.there) if meeting is None else back)
-        return order.there
+            prefetch.report(range(order.leading_pages) if meeting is None else back)
+        return order.leading_pages
 
     def _steps(self, step: int) -> int:
         """Number of steps of ``step`` pages to read at once; each is reported all the same."""
         return min(math.ceil(_LEAST_SECONDS / (step * self._seconds_per_page)) or 1, _MOST_STEPS)
 
     def _next_back(
-        self, prefetch: PrefetchRead, meeting: Meeting, until_met: UntilMet, most: int
+        self, prefetch: PrefetchRead, meeting: Meeting, seconds_until_met: UntilMet, most: int
     ) -> range:
         """Pages to read now; none if the prefetch has ended or the two ends have met. If the front
         will have all of them sooner than one is read, wait for it, as long as it gets on."""
         prefix = prefetch.before * self._size
-        start, seen, left = 0.0, time.monotonic(), math.inf
+        start, now, least_unread = 0.0, time.monotonic(), math.inf
         while not prefetch.has_ended() and (unread := meeting.unread):
-            if unread < left:
-                start, left = seen, unread
-            together, alone = until_met(meeting, prefix, longest=True)
-            sooner = 0 < alone >= together * (unread + 1)  # than one page is read
-            if not sooner or seen - start > alone:
-                part = int(unread * together / alone) if alone else 1  # which shows the speed
+            if unread < least_unread:
+                start, least_unread = now, unread
+            both_ends, reading = seconds_until_met(meeting, prefix, longest=True)
+            sooner = 0 < reading >= both_ends * (unread + 1)  # than one page is read
+            if not sooner or now - start > reading:
+                part = int(unread * both_ends / reading) if reading else 1  # which shows the speed
                 return meeting.next_batch(min(most, max(1, part)))
             time.sleep(_LOOKING_SECONDS)
-            before, seen = seen, time.monotonic()
-            self._l3.waited(seen - before)  # at once: otherwise L3 would seem overdue
+            earlier, now = now, time.monotonic()
+            self._l3.paused(now - earlier)  # at once: otherwise L3 would seem overdue
         return range(0)

@@ -18,6 +18,7 @@ and a load gets the prepared device pages. It may never come, so reserved pages 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
@@ -40,10 +41,10 @@ _LAUNCH_BYTES = 64 << 20  # in 2 ms: a launch takes the scheduler thread 0.1 ms
 class Reserved:
     """A device page that is reserved for one host page."""
 
-    of: Reservation
+    reservation: Reservation
     number: int  # in the reservation
     host_page: int
-    held: bool = True  # neither given back nor handed out
+    is_held: bool = True  # neither given back nor handed out
     restore: RunningRestore | None = None  # was launched for it, or recomputes it whole
 
 
@@ -58,13 +59,15 @@ class Reservation:
     # End and restore of the last recomputation, which ends behind the earlier ones.
     last_slice: tuple[int, RunningRestore] | None = None
     failed: bool = False  # a launch failed on this rank: its pages have any content
-    released: int | None = None  # the first page that is not held any more
+    released: float = math.inf  # number of the first page that is not held any more
 
-    def waiting(self) -> list[Reserved]:
-        return [page for page in self.pages if page.held and page.restore is None]
+    def waiting_pages(self) -> list[Reserved]:
+        """The held pages for which nothing was launched yet."""
+        return [page for page in self.pages if page.is_held and page.restore is None]
 
-    def launched(self) -> list[Reserved]:
-        return [page for page in self.pages if page.held and page.restore is not None]
+    def launched_pages(self) -> list[Reserved]:
+        """The held pages with K and V, or those of a restore that was launched."""
+        return [page for page in self.pages if page.is_held and page.restore is not None]
 
     def pages_at(self, numbers: range) -> list[Reserved]:
         return self.pages[numbers.start : numbers.stop]
@@ -99,22 +102,22 @@ class EagerRestores:
     def pages(self) -> int:
         return len(self._reserved)
 
-    def running(self) -> list[Hashable]:
+    def running_prefetches(self) -> list[Hashable]:
         """The prefetches after :meth:`reserve` and before :meth:`end`, in order."""
         return list(self._running)
 
     def reserve(self, prefetch: Hashable, keys: Sequence[Hashable], host_pages: Ids) -> int:
-        """A prefetch begins, of ``keys`` to ``host_pages``: reserve device pages for as many as
-        possible, from the first one on that no running prefetch brings; returns their number.
+        """A prefetch begins, which brings ``keys`` to ``host_pages``: reserve device pages for as
+        many as possible, from the first one on that no other prefetch brings; returns their number.
         Device pages of ended prefetches are given back for it, the oldest first."""
-        coming = {key for other in self._running.values() for key in other.keys}
-        first = next((i for i, key in enumerate(keys) if key not in coming), len(keys))
+        coming_keys = {key for other in self._running.values() for key in other.keys}
+        first = next((i for i, key in enumerate(keys) if key not in coming_keys), len(keys))
         ended = (one for one in self._reservations if one not in self._running.values())
-        left_behind = [page for one in ended for page in reversed(one.launched())]
+        unused = [page for one in ended for page in reversed(one.launched_pages())]
         spare = self.limit - self.pages
-        chosen = range(first, min(len(keys), first + max(0, spare + len(left_behind))))
+        chosen = range(first, min(len(keys), first + max(0, spare + len(unused))))
         if spare < len(chosen):
-            self._give_back(left_behind[: len(chosen) - spare])
+            self._give_back(unused[: len(chosen) - spare])
         if self._free.count() < len(chosen):
             self._free.make_room(len(chosen))
         chosen = chosen[: self._free.count()]
@@ -131,33 +134,32 @@ class EagerRestores:
         """Number of its first pages that can be recomputed one after the other, or were, as the
         first ``front`` ones; 0 if not all of these are held."""
         reservation = self._running[prefetch]
-        held = len(reservation.pages) if reservation.released is None else reservation.released
-        return held if not reservation.first and held >= front else 0
+        held_pages = int(min(reservation.released, len(reservation.pages)))
+        return held_pages if not reservation.first and held_pages >= front else 0
 
     def launch_failed(self, prefetch: Hashable) -> bool:
         """True if a launch of its pages failed on this rank."""
         return self._running[prefetch].failed
 
-    def restore_arrived(
-        self, prefetch: Hashable, pages: int, start: int = 0, *, last: bool = False
-    ) -> int:
-        """Pages ``start`` to ``pages`` are there and proven on all ranks. Returns the number of
-        launched pages: a few wait for more, unless they are the ``last`` ones that are read."""
+    def restore_arrived(self, prefetch: Hashable, arrived: range, *, last: bool = False) -> int:
+        """Restore the ``arrived`` pages of a prefetch, which all ranks have read and verified, if
+        no restore was launched for them. Returns the number of launched pages: a few wait for more,
+        unless they are the ``last`` ones that are read."""
         reservation = self._running[prefetch]
         self._reading = [one for one in self._reading if not one[1].copied.query()]
-        there = range(start - reservation.first, pages - reservation.first)
-        arrived = reservation.pages_at(range(max(0, there.start), max(0, there.stop)))
-        due = [page.number for page in arrived if page.held and page.restore is None]
+        start, stop = arrived.start - reservation.first, arrived.stop - reservation.first
+        pages = reservation.pages_at(range(max(0, start), max(0, stop)))
+        due = [page.number for page in pages if page.is_held and page.restore is None]
         size = len(reservation.pages)
-        whole = there.start <= 0 and size <= there.stop
-        if not (last or whole) and len(due) < self._at_once(size):
+        all_arrived = start <= 0 and size <= stop
+        if not (last or all_arrived) and len(due) < self._at_once(size):
             return 0
-        for run in runs(due):
-            some = reservation.pages_at(run)
-            ids = np.array([page.host_page for page in some], dtype=np.int64)
+        for run in consecutive_runs(due):
+            run_pages = reservation.pages_at(run)
+            ids = np.array([page.host_page for page in run_pages], dtype=np.int64)
             restore = self._launch(ids, self._slots(reservation, run))
             reservation.failed |= restore.failed is not None
-            for page in some:
+            for page in run_pages:
                 page.restore = restore
             self._reading.append((ids.tolist(), restore))
         return len(due)
@@ -168,12 +170,11 @@ class EagerRestores:
             [page.host_page for page in self._running[prefetch].pages_at(pages)], np.int64
         )
 
-    def slots(self, prefetch: Hashable, pages: range) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots of the tokens of these pages, and of all tokens before them in the prefetch."""
-        reservation, before = self._running[prefetch], range(pages.start)
-        return self._slots(reservation, pages), self._slots(reservation, before)
+    def slots(self, prefetch: Hashable, pages: range) -> torch.Tensor:
+        """Slots of the tokens of these pages of a running prefetch, int64 ``[n]``."""
+        return self._slots(self._running[prefetch], pages)
 
-    def recomputed(self, prefetch: Hashable, pages: range, restore: RunningRestore) -> None:
+    def mark_recomputed(self, prefetch: Hashable, pages: range, restore: RunningRestore) -> None:
         """``restore`` was launched for reachable ``pages``, behind earlier ones on the same stream.
         It reads K and V of all tokens before; the pages are in host memory behind its event
         ``copied``."""
@@ -188,35 +189,38 @@ class EagerRestores:
                 page.restore = restore
 
     def end(self, prefetch: Hashable) -> int:
-        """No more pages come. Gives back the pages that were not launched, and returns their
+        """A prefetch is over. Gives back its pages that were not launched, and returns their
         number; launched pages wait for a load until their room is needed."""
-        waiting = self._running.pop(prefetch).waiting()
+        waiting = self._running.pop(prefetch).waiting_pages()
         self._give_back(waiting)
         return len(waiting)
 
     def host_freed(self, host_pages: Ids) -> None:
         """Host pages get other content. Blocks until nothing accesses them."""
-        self.until_saved(host_pages)
-        freed = self._found(np.unique(host_pages))
+        self.wait_until_saved(host_pages)
+        freed = self._reserved_for(np.unique(host_pages))
         self._give_back([page for page in freed if page is not None])
 
-    def until_saved(self, host_pages: Ids) -> None:
-        """Block until nothing reads or writes the host pages, for the CPU."""
-        wanted = set(host_pages.tolist())
+    def wait_until_saved(self, host_pages: Ids) -> None:
+        """Block until no restore reads or writes the host pages: the CPU is going to."""
+        waited_for = set(host_pages.tolist())
         for pages, restore in self._reading:
-            if not wanted.isdisjoint(pages):
-                _until_copied(restore)
+            if not waited_for.isdisjoint(pages):
+                _wait_until_copied(restore)
 
     def ready_pages(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
         """Mask of the pages that :meth:`hand_out` would give with K and V of stored layers."""
-        found = self._found(host_pages)
-        return np.array([page is not None and page.restore is not None for page in found], np.bool_)
+        reserved = self._reserved_for(host_pages)
+        ready = [page is not None and page.restore is not None for page in reserved]
+        return np.array(ready, np.bool_)
 
-    def failed(self, host_pages: Ids) -> bool:
+    def any_failed(self, host_pages: Ids) -> bool:
         """True if no load may get the device pages for these: a launch failed on this rank."""
-        return any(page is not None and page.of.failed for page in self._found(host_pages))
+        reserved = self._reserved_for(host_pages)
+        return any(page is not None and page.reservation.failed for page in reserved)
 
-    def _found(self, host_pages: Ids) -> list[Reserved | None]:
+    def _reserved_for(self, host_pages: Ids) -> list[Reserved | None]:
+        """The device page that is reserved for each host page; None if there is none."""
         return [self._reserved.get(page) for page in host_pages.tolist()]
 
     def make_free(self, pages: int) -> None:
@@ -224,95 +228,100 @@ class EagerRestores:
         first those not launched, from the end of the newest prefetch on, then the oldest."""
         short = pages - self._free.count()
         if short > 0:
-            newest = reversed(self._reservations)
-            waiting = [page for one in newest for page in reversed(one.waiting())]
-            launched = [page for one in self._reservations for page in reversed(one.launched())]
+            oldest, newest = self._reservations, reversed(self._reservations)
+            waiting = [page for one in newest for page in reversed(one.waiting_pages())]
+            launched = [page for one in oldest for page in reversed(one.launched_pages())]
             self._give_back([*waiting, *launched][:short])
 
     def hand_out(self, host_pages: Ids) -> Prepared | None:
         """Device pages for a load of ``host_pages``; None, without a change, if too few."""
         if len(host_pages) > self._free.count() + self.pages:
             return None
-        found = self._found(host_pages)
-        handed = [page for page in found if page is not None]
+        reserved = self._reserved_for(host_pages)
+        handed_out = [page for page in reserved if page is not None]
         ready = self.ready_pages(host_pages)
-        restores = tuple(_using(handed))
+        restores = tuple(_restores_using(handed_out))
         # A slice that failed may still write pages that the load is going to write.
-        until_written(_using([page for page in handed if page.restore is None]))
-        self._forget(handed)
-        missing = len(found) - len(handed)
+        wait_until_written(_restores_using([page for page in handed_out if page.restore is None]))
+        self._forget(handed_out)
+        missing = len(reserved) - len(handed_out)
         self.make_free(missing)
         taken, parts = (self._free.take(missing) if missing else None), list[torch.Tensor]()
 
-        def place(item: tuple[int, Reserved | None]) -> tuple[Reservation | None, int]:
+        def run_of(item: tuple[int, Reserved | None]) -> tuple[Reservation | None, int]:
             """Equal for neighbours in one tensor: pages are not cut one by one."""
-            at, page = item
-            return (None, 0) if page is None else (page.of, page.number - at)
+            index, page = item
+            return (None, 0) if page is None else (page.reservation, page.number - index)
 
-        for (of, _), neighbours in groupby(enumerate(found), place):
+        for (reservation, _), neighbours in groupby(enumerate(reserved), run_of):
             pages = [page for _, page in neighbours]
-            if of is not None and pages[0] is not None:
+            if reservation is not None and pages[0] is not None:
                 first = pages[0].number
-                parts.append(self._slots(of, range(first, first + len(pages))))
+                parts.append(self._slots(reservation, range(first, first + len(pages))))
             elif taken is not None:
-                own, taken = taken.tensor_split([len(pages) * self._size])
-                parts.append(own)
+                part, taken = taken.tensor_split([len(pages) * self._size])
+                parts.append(part)
         return Prepared(torch.cat(parts), ready, restores)
 
     def give_all_back(self) -> None:
         """Give back everything and block until nothing reads host pages; prefetches go on."""
         for _, restore in self._reading:
-            _until_copied(restore)
+            _wait_until_copied(restore)
         self._give_back([*self._reserved.values()])
 
     def all_freed(self) -> None:
         """Every page of the device was freed elsewhere: forget the reservations."""
-        until_written(_using([*self._reserved.values()]))
+        wait_until_written(_restores_using([*self._reserved.values()]))
         self._forget([*self._reserved.values()])
 
     def _slots(self, reservation: Reservation, pages: range) -> torch.Tensor:
+        """Slots of the tokens of ``pages``, by their numbers in the reservation."""
         return reservation.slots[pages.start * self._size : pages.stop * self._size]
 
     def _give_back(self, pages: Sequence[Reserved]) -> None:
-        until_written(_using(pages))
+        """Make reserved device pages free, behind what writes them or reads them."""
+        wait_until_written(_restores_using(pages))
         self._forget(pages)
         numbers: dict[Reservation, list[int]] = {}
         for page in pages:
-            numbers.setdefault(page.of, []).append(page.number)
-        for reservation, some in numbers.items():
-            for run in runs(sorted(some)):
+            numbers.setdefault(page.reservation, []).append(page.number)
+        for reservation, page_numbers in numbers.items():
+            for run in consecutive_runs(sorted(page_numbers)):
                 self._free.give(self._slots(reservation, run))
 
     def _forget(self, pages: Iterable[Reserved]) -> None:
+        """Forget these pages, and the reservations of ended prefetches that have no other ones."""
         for page in pages:
-            page.held, before = False, page.of.released
-            page.of.released = page.number if before is None else min(before, page.number)
+            reservation, page.is_held = page.reservation, False
+            reservation.released = min(page.number, reservation.released)
             del self._reserved[page.host_page]
-        held = {page.of for page in self._reserved.values()}.union(self._running.values())
-        self._reservations = [one for one in self._reservations if one in held]
+        in_use = {page.reservation for page in self._reserved.values()}
+        in_use |= set(self._running.values())
+        self._reservations = [one for one in self._reservations if one in in_use]
 
 
-def until_written(restores: Iterable[RunningRestore]) -> None:
-    """Later work of the current stream may write the device pages of these restores."""
+def wait_until_written(restores: Iterable[RunningRestore]) -> None:
+    """Let the current stream wait until these restores have written: it may write there now."""
     for restore in restores:
         with contextlib.suppress(StreamFailed):  # then nothing is written any more
             restore.wait()
 
 
-def _using(pages: Sequence[Reserved]) -> Iterable[RunningRestore]:
+def _restores_using(pages: Sequence[Reserved]) -> Iterable[RunningRestore]:
     """Each restore that writes one of these pages, or reads it, once."""
     using = [page.restore for page in pages if page.restore]
-    slices = ((page.number, page.of.last_slice) for page in pages if page.of.last_slice)
-    using += [restore for number, (stop, restore) in slices if number < stop]
+    slices = ((page.number, page.reservation.last_slice) for page in pages)
+    using += [last[1] for number, last in slices if last is not None and number < last[0]]
     return {id(restore): restore for restore in using}.values()
 
 
-def _until_copied(restore: RunningRestore) -> None:
+def _wait_until_copied(restore: RunningRestore) -> None:
+    """Block until ``restore`` accesses no host page any more."""
     with contextlib.suppress(StreamFailed):  # then nothing is read any more
         restore.wait_until_copied()
 
 
-def runs(numbers: Sequence[int]) -> Iterator[range]:
+def consecutive_runs(numbers: Sequence[int]) -> Iterator[range]:
     """Ascending numbers as ranges without gaps."""
     cuts = [0, *(i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1), len(numbers)]
     for start, stop in pairwise(cuts):

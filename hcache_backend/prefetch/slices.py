@@ -19,7 +19,7 @@ _LEAST_TOKENS = 256  # of a slice alone: fewer take as long, because all weights
 
 class SliceBudget:
     """Bounds a slice: it may take ``seconds`` if it has the GPU alone, and have ``tokens``.
-    ``curve``: recomputing all layers. ``known``: in seconds; otherwise the first slice is short."""
+    ``curve``: recomputing all layers, ``in_seconds`` or not; then the first slice is short."""
 
     def __init__(self, seconds: float, tokens: int, curve: Curve, *, in_seconds: bool) -> None:
         self.tokens = tokens
@@ -27,7 +27,7 @@ class SliceBudget:
         self._recomputing = Estimate(curve, in_seconds=in_seconds)
         self._launched: deque[tuple[RunningRestore, int]] = deque()  # with the tokens before it
 
-    def pages(
+    def pages_of_slice(
         self,
         most: int,
         page_size: int,
@@ -41,24 +41,24 @@ class SliceBudget:
         ``prefix`` tokens, in ``share`` of the time of a slice; none unless one would end in less
         than ``within`` seconds, behind the slices that were launched, and several only if they
         would end in ``best``. The ``first`` slice takes so many seconds for a page."""
-        if not share or self.unfinished() >= _UNFINISHED:
+        if not share or self.count_unfinished() >= _UNFINISHED:
             return 0
         seconds = self._recomputing.seconds
         queued = sum(seconds(one.tokens, before) or 0.0 for one, before in self._launched)
         page = seconds(page_size, prefix)
         if queued + (first if page is None else page) >= within:
             return 0
-        return self._slice(most, page_size, prefix, share, min(within - queued, best))
+        return self._longest(most, page_size, prefix, share, min(within - queued, best))
 
     def seconds(self, tokens: int, page_size: int, prefix: int) -> float:
         """Time of slices of ``tokens`` in all, one after the other, without other users of the GPU;
-        infinite if unknown. Arguments as in :meth:`pages`. Any thread."""
+        infinite if unknown. Arguments as in :meth:`pages_of_slice`. Any thread."""
         middle, most = prefix + tokens // 2, max(1, tokens // page_size)
-        pages = self._slice(most, page_size, middle, 1.0, math.inf)
+        pages = self._longest(most, page_size, middle, 1.0, math.inf)
         seconds = self._recomputing.seconds(pages * page_size, middle)
         return math.inf if seconds is None else seconds * tokens / (pages * page_size)
 
-    def _slice(self, most: int, page_size: int, prefix: int, share: float, within: float) -> int:
+    def _longest(self, most: int, page_size: int, prefix: int, share: float, within: float) -> int:
         """Number of pages, at least one, of a slice that may take ``within`` seconds."""
         if self._recomputing.seconds(page_size, prefix) is None:
             return 1  # no slice has run yet
@@ -73,15 +73,17 @@ class SliceBudget:
             pages = max(pages, bisect_right(least, within, key=seconds))
         return max(1, pages)
 
-    def unfinished(self) -> int:
+    def count_unfinished(self) -> int:
+        """Number of launched slices that run or wait. Learns the times of the others."""
         while self._launched and self._launched[0][0].done():
             restore, prefix = self._launched.popleft()
             if restore.failed is None:
                 seconds = max(restore.report().busy_ms("compute") / 1e3, 1e-9)
-                self._recomputing.measured(restore.tokens, prefix, seconds)
+                self._recomputing.add_time(restore.tokens, prefix, seconds)
         return len(self._launched)
 
-    def launched(self, restore: RunningRestore, prefix: int) -> None:
+    def add_slice(self, restore: RunningRestore, prefix: int) -> None:
+        """A slice was launched behind ``prefix`` tokens."""
         self._launched.append((restore, prefix))
 
 
@@ -113,7 +115,7 @@ class Governor:
     def __init__(self) -> None:
         self.pace = _WHOLE  # for this turn of the scheduler; any thread
 
-    def look(self, prefetches: Prefetches) -> None:
+    def update_pace(self, prefetches: Prefetches) -> None:
         """Look at SGLang's scheduler (None until a request comes) when its turn begins."""
         if prefetches.scheduler is None or self.pace is _BLIND:
             return
@@ -124,6 +126,7 @@ class Governor:
 
 
 def _pace_beside(prefetches: Prefetches) -> Pace:
+    """The pace beside the requests that SGLang's scheduler has now."""
     scheduler = prefetches.scheduler
     if scheduler.chunked_req is not None or prefetches.waits_for_gpu():
         return _WAITING

@@ -12,28 +12,28 @@ from hcache_backend.prefetch.hit import Hit, Prefetch
 
 
 class HitTimes:
-    """Times by the estimates of ``l3``. Any thread."""
+    """Expected seconds, by the estimates of ``l3``. Any thread."""
 
     def __init__(self, l3: L3Progress) -> None:
         self._l3, self._estimates = l3, l3.estimates
 
     def seconds_to_read(self, hit: Hit) -> float:
-        """To read it; an unknown part counts as 0."""
+        """To read it from L3, alone; an unknown part counts as 0."""
         read, shared = self._estimates.read, self._estimates.shared
         near, far = read.seconds(hit.tokens - hit.shared), shared.seconds(hit.shared)
         return (near or 0.0) + (far or 0.0)
 
     def seconds_saved(self, hit: Hit) -> float | None:
-        """Of computing that it saves; None if unknown."""
+        """Seconds of computing that the hit saves; None if unknown."""
         prefill = self._estimates.prefill
         all_of_it = prefill.seconds(hit.tokens + hit.rest, hit.prefix)
         rest = prefill.seconds(hit.rest, hit.prefix + hit.tokens)
         return None if all_of_it is None or rest is None else max(0.0, all_of_it - rest)
 
     def seconds_to_have(self, hit: Hit, reading: float, *, begun: bool = True) -> float:
-        """To have it if L3 alone takes ``reading`` seconds. Slices recompute it only if L3 has a
-        worthwhile part in it. Once it has ``begun``, any part is worthwhile: a small change of the
-        estimates must not throw away what was read and recomputed."""
+        """Until it is in host memory, if L3 alone takes ``reading`` seconds. Slices recompute it
+        only if L3 has a worthwhile part in it. Once it has ``begun``, any part is worthwhile: a
+        small change of the estimates must not throw away what was read and recomputed."""
         if hit.recomputing is None or not hit.tokens:
             return reading
         recomputing = hit.recomputing(hit.tokens, hit.prefix)
@@ -71,9 +71,9 @@ class HitTimes:
             hit, slowdown * self.seconds_to_read(hit), begun=False
         )
 
-    def seconds_until_loaded(self, hit: Hit, there: float) -> float:
-        """To have it on the device, if it is in host memory in ``there`` seconds."""
-        return there + self._estimates.loaded(hit.tokens)
+    def seconds_until_loaded(self, hit: Hit, until_arrived: float) -> float:
+        """To have it on the device, if it is in host memory in ``until_arrived`` seconds."""
+        return until_arrived + self._estimates.seconds_to_load(hit.tokens)
 
     def seconds_alone(self, hit: Hit, reading: float) -> float:
         """To have it on the device, with nothing else under way; as :meth:`seconds_to_have`."""
@@ -103,12 +103,12 @@ class HitTimes:
         reading, trial = self._l3.reading, prefetch.trial is not None
         if reading is None or reading.prefetch is not prefetch:
             return begin if trial else begin + self.seconds_left(rest)
-        here = max(0, prefetch.arrived - (reading.before if trial else 0)) + prefetch.step
-        at_this_pace = self.seconds_reading(prefetch, now) * rest.tokens / here
+        arrived = max(0, prefetch.arrived - (reading.tokens_before_tier if trial else 0))
+        pace = self.seconds_reading(prefetch, now) / (arrived + prefetch.step)
         if trial:  # L3 alone
-            return at_this_pace
-        if (in_time := self._l3.left_in_time(now)) is None:
-            return self.seconds_to_have(rest, max(at_this_pace, self.seconds_to_read(rest)))
+            return pace * rest.tokens
+        if (in_time := self._l3.seconds_left_in_time(now)) is None:
+            return self.seconds_to_have(rest, max(pace * rest.tokens, self.seconds_to_read(rest)))
         if rest.recomputing is None:
             return in_time
         return self.seconds_to_have(rest, self._l3.seconds_to_read(rest.tokens, rest.shared))

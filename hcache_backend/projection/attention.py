@@ -97,8 +97,8 @@ def project_with_module(layer: AttentionLayer, hidden: torch.Tensor, positions: 
     the input of the QKV projection, ``[n, hidden]``; ``positions`` are int64 ``[n]``. K is ``[n,
     kv_heads, head_dim]`` and V ``[n, kv_heads, v_head_dim]``, in the model's type. Raises
     ProjectionFailed if the module ended without reaching attention, or without K and V."""
-    given = {"hidden": hidden, "positions": positions, "batch": layer.batch}
-    arguments = {name: given[what] for what, name in layer.names.items()}
+    inputs = {"hidden": hidden, "positions": positions, "batch": layer.batch}
+    arguments = {argument: inputs[input_name] for input_name, argument in layer.names.items()}
     try:
         layer.module(**layer.constants, **arguments)
     except ProjectionReached as reached:

@@ -50,26 +50,26 @@ class Bound(NamedTuple):
     ulps: float  # largest difference, in units of the last place
 
     @classmethod
-    def of_product(cls, kept: torch.dtype) -> Bound:
-        """For K and V of the same hidden states, kept as ``kept``. Sums in float32 differ by up to
+    def of_product(cls, dtype: torch.dtype) -> Bound:
+        """For K and V of the same hidden states, kept as ``dtype``. Sums in float32 differ by up to
         2e-6. That moves a few values of a shorter type by one place: an eighth of its epsilon is
         every thirtieth value. One rounding more or less moves every third."""
-        epsilon = torch.finfo(kept).eps
+        epsilon = torch.finfo(dtype).eps
         rms = max(epsilon / 8, 2.0**-19)
         return cls(rms, _LARGEST * rms / epsilon)
 
     @classmethod
-    def of_pass(cls, kept: torch.dtype) -> Bound:
+    def of_pass(cls, dtype: torch.dtype) -> Bound:
         """For K and V behind recomputed layers: eight times as much, at most 0.08. A wrong prefix
         or position shows as a tenth of the values or more."""
-        rms = min(8 * cls.of_product(kept).rms, 0.08)
-        return cls(rms, _LARGEST * rms / torch.finfo(kept).eps)
+        rms = min(8 * cls.of_product(dtype).rms, 0.08)
+        return cls(rms, _LARGEST * rms / torch.finfo(dtype).eps)
 
     @classmethod
-    def of_kernel(cls, kept: torch.dtype) -> Bound:
+    def of_kernel(cls, dtype: torch.dtype) -> Bound:
         """For K and V of two kernels of attention: each is as far off as a pass, and rounds the
         weights of attention in its own way, so that single values say nothing."""
-        return cls(2 * cls.of_pass(kept).rms, math.inf)
+        return cls(2 * cls.of_pass(dtype).rms, math.inf)
 
 
 @dataclass(frozen=True)
@@ -99,57 +99,63 @@ class KVExactness(NamedTuple):
     v: Exactness
 
     def as_good_as(self, other: KVExactness, bound: Bound) -> bool:
+        """True if both K and V are, as in :meth:`Exactness.as_good_as`."""
         return all(mine.as_good_as(theirs, bound) for mine, theirs in zip(self, other, strict=True))
 
     def __str__(self) -> str:
         return f"K {self.k}, V {self.v}"
 
 
-def kv_exactness(got: KV, want: KV, kept: torch.dtype) -> KVExactness:
-    """Compare K and V, in places of the type ``kept``."""
-    return KVExactness(*(_exactness(*pair, kept) for pair in zip(got, want, strict=True)))
+def kv_exactness(got: KV, wanted: KV, dtype: torch.dtype) -> KVExactness:
+    """Compare K and V, in places of the type ``dtype``."""
+    return KVExactness(*(_exactness(*pair, dtype) for pair in zip(got, wanted, strict=True)))
 
 
-def together(parts: Iterable[KVExactness]) -> KVExactness:
-    """Several comparisons as one."""
-    return _combined(parts, sum)
+def combined(parts: Iterable[KVExactness]) -> KVExactness:
+    """Several comparisons, each of other values, as one."""
+    return _combine(parts, sum)
 
 
-def worst(parts: Iterable[KVExactness]) -> KVExactness:
+def worst_of(parts: Iterable[KVExactness]) -> KVExactness:
     """The worst figures of several comparisons of the same values."""
-    return _combined(parts, max)
+    return _combine(parts, max)
 
 
-def _combined(parts: Iterable[KVExactness], count: Callable[[Iterable[int]], int]) -> KVExactness:
-    def combine(of: Sequence[Exactness]) -> Exactness:
-        values, unequal = count(p.values for p in of), count(p.unequal for p in of)
-        return Exactness(values, unequal, max(p.ulps for p in of), max(p.rms for p in of))
+def _combine(parts: Iterable[KVExactness], count: Callable[[Iterable[int]], int]) -> KVExactness:
+    """The worst distances of several comparisons; ``count`` makes one number of their numbers."""
+
+    def combine(each: Sequence[Exactness]) -> Exactness:
+        values, unequal = count(one.values for one in each), count(one.unequal for one in each)
+        return Exactness(
+            values, unequal, max(one.ulps for one in each), max(one.rms for one in each)
+        )
 
     return KVExactness(*map(combine, zip(*parts, strict=True)))
 
 
-def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
+def relative_difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
     """:func:`difference_on_device`, waited for; infinity if something is not finite."""
-    worst = float(difference_on_device(got, want))
+    worst = float(difference_on_device(got, wanted))
     return worst if math.isfinite(worst) else math.inf
 
 
-def difference_on_device(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+def difference_on_device(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """``max over heads of rms(got - want) / rms(want)`` of values ``[n, heads, dim]``: float64
     ``[]``. Values that are not finite stay so."""
-    if got.shape != want.shape:
-        return torch.full((), torch.inf, dtype=torch.float64, device=want.device)
-    difference = (got.double() - want.double()).square().mean(dim=(0, 2)).sqrt()
-    scale = want.double().square().mean(dim=(0, 2)).sqrt()
+    if got.shape != wanted.shape:
+        return torch.full((), torch.inf, dtype=torch.float64, device=wanted.device)
+    difference = (got.double() - wanted.double()).square().mean(dim=(0, 2)).sqrt()
+    scale = wanted.double().square().mean(dim=(0, 2)).sqrt()
     return (difference / scale.clamp_min(1e-12)).max()
 
 
-def _exactness(got: torch.Tensor, want: torch.Tensor, kept: torch.dtype) -> Exactness:
-    rms = relative_difference(got, want)
-    got, want = got.double(), want.double()
-    typical = want.square().mean(-1, keepdim=True).sqrt()
-    size = torch.maximum(torch.maximum(got.abs(), want.abs()), typical)
-    _, exponent = torch.frexp(size.clamp_min(torch.finfo(kept).tiny))
-    unit = torch.ldexp(torch.full_like(size, torch.finfo(kept).eps), exponent - 1)
-    distance = ((got - want).abs() / unit).nan_to_num(nan=math.inf, posinf=math.inf)
-    return Exactness(want.numel(), int((got != want).sum()), float(distance.max()), rms)
+def _exactness(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> Exactness:
+    """Compare K or V, ``[n, heads, dim]``; units of the last place are those of ``dtype``."""
+    rms = relative_difference(got, wanted)
+    got, wanted = got.double(), wanted.double()
+    typical = wanted.square().mean(-1, keepdim=True).sqrt()
+    size = torch.maximum(torch.maximum(got.abs(), wanted.abs()), typical)
+    _, exponent = torch.frexp(size.clamp_min(torch.finfo(dtype).tiny))
+    unit = torch.ldexp(torch.full_like(size, torch.finfo(dtype).eps), exponent - 1)
+    distance = ((got - wanted).abs() / unit).nan_to_num(nan=math.inf, posinf=math.inf)
+    return Exactness(wanted.numel(), int((got != wanted).sum()), float(distance.max()), rms)

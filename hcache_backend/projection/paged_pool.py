@@ -79,8 +79,9 @@ class PagedPool:
         k = self._kvcache.k_buffer[kernel.layer_id - self._kvcache.start_layer]
         return self._rows(kernel, "k", k[:, heads][slots], dtype)
 
-    def _rows(self, kernel: Any, name: str, held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        rows = held.view(self._kvcache.dtype).to(dtype)
+    def _rows(self, kernel: Any, name: str, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Stored ``rows`` of ``k`` or ``v`` (``name``) in the model's type, times their scale."""
+        rows = rows.view(self._kvcache.dtype).to(dtype)
         # As in set_kv_buffer, which divides by the scales only where types differ.
         return rows if self._kvcache.dtype == dtype else rows * (_scale(kernel, name) or 1.0)
 

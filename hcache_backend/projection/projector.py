@@ -30,6 +30,7 @@ class Columns:
 
     @property
     def contiguous(self) -> bool:
+        """True if the heads are next to each other, in order."""
         first = self.starts[0]
         return self.starts == tuple(range(first, first + self.width, self.head_dim))
 
@@ -129,8 +130,8 @@ class LayerSpec:
         if getattr(self.k.linear, "bias", None) is not None:
             parts.append("bias")
         if self.norm is not None:
-            where = "a head" if self.norm.over == "head" else "all heads"
-            parts.append(f"{self.norm.kind} norm over {where}")
+            over = "a head" if self.norm.over == "head" else "all heads"
+            parts.append(f"{self.norm.kind} norm over {over}")
         if self.rotary is not None:
             rotary = self.rotary.rotary()
             parts.append(f"RoPE {rotary.style} {rotary.rotary_dim}")

@@ -26,7 +26,7 @@ from hcache_kernels.project_kv import KeyNorm, Rotary, Rounding, check_projectio
 
 _LOUD = 4096.0  # largest number of K and V from loud hidden states
 _QUIET = 1e-3  # and from quiet ones
-_PLACES = 16
+_FAR = 16  # positions besides those observed
 _BATCH_SIZES = (1, 16)  # a decode step and a small batch; many tokens at once are evidence anyway
 
 LESS_EXACT = "K or V are less exact than the attention module's own at other batch sizes"
@@ -36,7 +36,7 @@ LESS_EXACT = "K or V are less exact than the attention module's own at other bat
 class Sample:
     """K and V that the module made of some tokens; a spec must make the same."""
 
-    what: str  # the purpose of these tokens
+    purpose: str  # of these tokens, for messages
     hidden: torch.Tensor  # [n, hidden]
     positions: torch.Tensor  # int64 [n]
     k: torch.Tensor  # [n, kv_heads, head_dim], like v
@@ -48,7 +48,7 @@ class Evidence:
     """Answers of a layer's attention module."""
 
     samples: list[Sample]  # the observed tokens, then with other positions beside them, then others
-    own: KVExactness  # how exactly the module repeats the observed tokens at other batch sizes
+    of_module: KVExactness  # with which it repeats the observed tokens at other batch sizes
 
 
 @torch.no_grad()
@@ -59,20 +59,20 @@ def gather_evidence(
     hidden]``) and ``positions`` are the observed ones. The model serves positions below
     ``position_limit``. Raises ProjectionFailed if the module gave no K and V."""
 
-    def ask(what: str, rows: torch.Tensor, where: torch.Tensor) -> Sample:
-        k, v = project_with_module(layer, rows, where)
-        return Sample(what, rows, where, k, v)
+    def ask(purpose: str, rows: torch.Tensor, row_positions: torch.Tensor) -> Sample:
+        k, v = project_with_module(layer, rows, row_positions)
+        return Sample(purpose, rows, row_positions, k, v)
 
     n = len(hidden)
     observed = ask("the observed tokens", hidden, positions)
     # The module may not be asked beyond the RoPE tables in sight.
     tables = (getattr(module, projector.COS_SIN, None) for module in layer.module.modules())
     lengths = (len(table) for table in tables if isinstance(table, torch.Tensor))
-    places = _places(min([position_limit, *lengths]))
+    far_positions = _positions_below(min([position_limit, *lengths]))
     far = ask(
         "the observed tokens at other positions",
-        hidden.repeat(1 + len(places), 1),
-        torch.cat([positions, places.repeat_interleave(n).to(positions.device)]),
+        hidden.repeat(1 + len(far_positions), 1),
+        torch.cat([positions, far_positions.repeat_interleave(n).to(positions.device)]),
     )
     largest = float(torch.maximum(observed.k.abs().amax(), observed.v.abs().amax()))
     # The factor by which hidden states can still grow in their type.
@@ -87,10 +87,11 @@ def gather_evidence(
         k, v = zip(*(project_with_module(layer, *rows) for rows in batches), strict=True)
         again.append((torch.cat(k), torch.cat(v)))
     first = (observed.k, observed.v)
-    return Evidence(samples, exactness.worst(kv_exactness(kv, first, hidden.dtype) for kv in again))
+    repeated = (kv_exactness(kv, first, hidden.dtype) for kv in again)
+    return Evidence(samples, exactness.worst_of(repeated))
 
 
-def dependence(layer: AttentionLayer, evidence: Evidence) -> str | None:
+def dependence_problem(layer: AttentionLayer, evidence: Evidence) -> str | None:
     """A message if K of a token changes with the positions projected beside it, or None. No page of
     such a layer can be restored: it does not say which tokens stood beside its own."""
     observed, far = evidence.samples[:2]
@@ -107,27 +108,27 @@ def dependence(layer: AttentionLayer, evidence: Evidence) -> str | None:
 
 @torch.no_grad()
 def _difference(spec: LayerSpec, samples: list[Sample]) -> tuple[float, str]:
-    """The worst relative difference between a spec's K and V and the module's, and its place."""
-    found: list[tuple[float, str]] = []
+    """The worst relative difference between a spec's K and V and the module's, and of what."""
+    differences: list[tuple[float, str]] = []
     n = len(samples[0].hidden)  # the observed tokens: compared together at all their positions
     for sample in samples:
         try:
             made = spec.compute(sample.hidden, sample.positions)
         except Exception as error:  # the model's linear module, or a table that is too short
-            return float("inf"), f"K and V of {sample.what} ({type(error).__name__}: {error})"
-        for name, got, want in zip("KV", made, (sample.k, sample.v), strict=True):
-            groups = zip(got.split(n), want.split(n), strict=True)
+            return float("inf"), f"K and V of {sample.purpose} ({type(error).__name__}: {error})"
+        for name, got, wanted in zip("KV", made, (sample.k, sample.v), strict=True):
+            groups = zip(got.split(n), wanted.split(n), strict=True)
             largest = max(exactness.relative_difference(a.float(), b.float()) for a, b in groups)
-            found.append((largest, f"{name} of {sample.what}"))
-    return max(found, key=lambda one: one[0])
+            differences.append((largest, f"{name} of {sample.purpose}"))
+    return max(differences, key=lambda one: one[0])
 
 
 def _difference_problem(difference: tuple[float, str], samples: list[Sample]) -> str | None:
     """The problem if rounding does not explain the :func:`_difference` of a spec."""
-    (largest, where), allowed = difference, _allowed(samples[0].hidden.dtype)
+    (largest, what), allowed = difference, _allowed(samples[0].hidden.dtype)
     if largest <= allowed:
         return None
-    return f"{where} differ from the module's by {largest:.1e} (allowed {allowed:.0e})"
+    return f"{what} differ from the module's by {largest:.1e} (allowed {allowed:.0e})"
 
 
 def _allowed(dtype: torch.dtype) -> float:
@@ -137,28 +138,29 @@ def _allowed(dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def spec_exactness(spec: LayerSpec, samples: list[Sample]) -> KVExactness:
+    """Exactness of a spec's K and V against the module's, of all samples together."""
     made = (spec.compute(sample.hidden, sample.positions) for sample in samples)
     pairs = zip(made, samples, strict=True)
-    return exactness.together(kv_exactness(kv, (one.k, one.v), one.k.dtype) for kv, one in pairs)
+    return exactness.combined(kv_exactness(kv, (one.k, one.v), one.k.dtype) for kv, one in pairs)
 
 
 def spec_problem(spec: LayerSpec, evidence: Evidence) -> str | None:
     """A message if a spec is wrong for its layer, or None."""
     problem = _difference_problem(_difference(spec, evidence.samples), evidence.samples)
     bound = Bound.of_product(evidence.samples[0].k.dtype)
-    if problem or spec_exactness(spec, evidence.samples).as_good_as(evidence.own, bound):
+    if problem or spec_exactness(spec, evidence.samples).as_good_as(evidence.of_module, bound):
         return problem
     return LESS_EXACT
 
 
-def _places(limit: int) -> torch.Tensor:
+def _positions_below(limit: int) -> torch.Tensor:
     """Positions of all magnitudes below ``limit``; the same on every rank."""
     source = torch.Generator().manual_seed(limit)
-    powers = torch.linspace(0, 1, _PLACES) * max(0.0, torch.tensor(float(limit)).log2().item())
-    jitter = 0.5 + 0.5 * torch.rand(_PLACES, generator=source)
-    places = (2**powers * jitter).long().clamp(0, limit - 1)
-    places[-1] = limit - 1
-    return places
+    powers = torch.linspace(0, 1, _FAR) * max(0.0, torch.tensor(float(limit)).log2().item())
+    jitter = 0.5 + 0.5 * torch.rand(_FAR, generator=source)
+    positions = (2**powers * jitter).long().clamp(0, limit - 1)
+    positions[-1] = limit - 1
+    return positions
 
 
 _NORM_KINDS: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
@@ -198,7 +200,7 @@ def find_spec(layer: AttentionLayer, evidence: Evidence) -> LayerSpec:
     head_dim = observed.k.shape[-1]
     if observed.v.shape != observed.k.shape:
         raise NoSpec(f"K has heads of {head_dim} and V of {observed.v.shape[-1]}")
-    if not (fed := _watch(layer, observed, head_dim)):
+    if not (fed := _fed_modules(layer, observed, head_dim)):
         raise NoSpec(f"no linear module gives heads of {head_dim} for the hidden states")
     v = next(filter(None, (_columns(one, observed.v, observed) for one in fed)), None)
     if v is None:
@@ -211,34 +213,34 @@ def find_spec(layer: AttentionLayer, evidence: Evidence) -> LayerSpec:
     ]
     if not guesses:
         raise NoSpec("K is made by no norm and RoPE that its attention module shows")
-    off = [_difference(spec, evidence.samples) for spec in guesses]
-    best = min(range(len(guesses)), key=lambda number: off[number][0])
-    if (problem := _difference_problem(off[best], evidence.samples)) is not None:
+    differences = [_difference(spec, evidence.samples) for spec in guesses]
+    best = min(range(len(guesses)), key=lambda number: differences[number][0])
+    if (problem := _difference_problem(differences[best], evidence.samples)) is not None:
         raise NoSpec(problem)
-    spec = _with_its_rounding(guesses[best], evidence.samples[1])
+    spec = _with_best_rounding(guesses[best], evidence.samples[1])
     reached = spec_exactness(spec, evidence.samples)
-    if not reached.as_good_as(evidence.own, Bound.of_product(observed.k.dtype)):
+    if not reached.as_good_as(evidence.of_module, Bound.of_product(observed.k.dtype)):
         raise NoSpec(LESS_EXACT, reached)
     fused = _fused(spec)
     # Packed weights look like plain ones, and some modules do more than multiply.
     return spec if fused is None or spec_problem(fused, evidence) else fused
 
 
-def _watch(layer: AttentionLayer, observed: Sample, head_dim: int) -> list[_Fed]:
-    """The modules inside the attention module that receive the hidden states."""
+def _fed_modules(layer: AttentionLayer, observed: Sample, head_dim: int) -> list[_Fed]:
+    """The modules inside the attention module that receive the hidden states, and their outputs."""
     fed: dict[int, _Fed] = {}
     outputs = []  # kept, so that no two of them get the same memory
 
     def on_output(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
-        given = args[0] if args else next(iter(kwargs.values()), None)
+        received = args[0] if args else next(iter(kwargs.values()), None)
         output = projector.linear_output(result)
         if (
-            isinstance(given, torch.Tensor)
+            isinstance(received, torch.Tensor)
             and isinstance(output, torch.Tensor)
-            and (given.shape, given.dtype) == (observed.hidden.shape, observed.hidden.dtype)
+            and (received.shape, received.dtype) == (observed.hidden.shape, observed.hidden.dtype)
             and output.dim() == 2
             and output.shape[1] % head_dim == 0
-            and torch.equal(given, observed.hidden)
+            and torch.equal(received, observed.hidden)
         ):
             # A module around a linear one ends after it: of the same output, the inner one counts.
             outputs.append(output)
@@ -272,10 +274,10 @@ def _columns(
     starts: list[int] = []
     for number, head in enumerate(wanted.unbind(1)):
         finished = _finish(fed.blocks, number, key_norm, key_rotary, observed)
-        place = _match(finished, head, scale_free)
-        if place is None:
+        block = _match(finished, head, scale_free)
+        if block is None:
             return None
-        starts.append(place * wanted.shape[-1])
+        starts.append(block * wanted.shape[-1])
     return Columns(fed.module, tuple(starts), wanted.shape[-1])
 
 
@@ -302,9 +304,10 @@ def _match(blocks: torch.Tensor, head: torch.Tensor, scale_free: bool) -> int | 
     blocks, head = blocks.float(), head.float()
     if scale_free:
         blocks, head = (torch.nn.functional.normalize(x, dim=-1) for x in (blocks, head))
-    off = (blocks - head.unsqueeze(1)).square().mean((0, 2)).sqrt()
-    place = int(off.argmin())
-    return place if float(off[place]) <= allowed * float(head.square().mean().sqrt()) else None
+    distances = (blocks - head.unsqueeze(1)).square().mean((0, 2)).sqrt()
+    nearest = int(distances.argmin())
+    is_near = float(distances[nearest]) <= allowed * float(head.square().mean().sqrt())
+    return nearest if is_near else None
 
 
 def _norms(layer: AttentionLayer, observed: Sample) -> Iterator[NormModule | None]:
@@ -325,8 +328,8 @@ def _norms(layer: AttentionLayer, observed: Sample) -> Iterator[NormModule | Non
 
 def _rotaries(layer: AttentionLayer, head_dim: int) -> list[RotaryTable | None]:
     """Candidates for the RoPE of K: none, and each table of cosines and sines, in both styles."""
-    held = [value for module in layer.module.modules() for value in vars(module).values()]
-    owners = {id(owner): owner for owner in [*layer.module.modules(), *held]}
+    attributes = [value for module in layer.module.modules() for value in vars(module).values()]
+    owners = {id(owner): owner for owner in [*layer.module.modules(), *attributes]}
     tables: list[RotaryTable | None] = [None]
     for owner in owners.values():
         table = getattr(owner, projector.COS_SIN, None)
@@ -335,7 +338,7 @@ def _rotaries(layer: AttentionLayer, head_dim: int) -> list[RotaryTable | None]:
     return tables
 
 
-def _with_its_rounding(spec: LayerSpec, sample: Sample) -> LayerSpec:
+def _with_best_rounding(spec: LayerSpec, sample: Sample) -> LayerSpec:
     """``spec`` with the first rounding that gives the most equal numbers of K."""
     norms = _NORM_ROUNDINGS if spec.norm is not None else _NORM_ROUNDINGS[:1]
     ropes = _ROPE_ROUNDINGS if spec.rotary is not None else _ROPE_ROUNDINGS[:1]

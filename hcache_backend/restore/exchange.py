@@ -44,13 +44,14 @@ class Exchange:
 
     @classmethod
     def between(cls, ranks: Sequence[int], device: torch.device | str) -> Exchange:
-        """Make the groups of global ``ranks``, in the order of shards; all of them call this."""
-        own = list(ranks).index(dist.get_rank())
+        """The exchange between global ``ranks``, in the order of shards. Makes its process groups,
+        so all of them call this."""
+        number = list(ranks).index(dist.get_rank())
         options = {"timeout": timedelta(minutes=5), "use_local_synchronization": True}
         groups = [dist.new_group(list(ranks), backend="gloo", **options)]
         if torch.device(device).type == "cuda":
             groups.append(dist.new_group(list(ranks), backend="nccl", **options))
-        return cls(own, *groups)
+        return cls(number, *groups)
 
     @property
     def on_scheduler_thread(self) -> bool:
@@ -60,9 +61,9 @@ class Exchange:
     def gather(self, shards: torch.Tensor, fetch: Fetch) -> None:
         """Fetch this rank's ``shards[number]`` and gather the others, on the current stream (GPU).
         ``shards``: uint8 ``[shards, ...]``, contiguous, on the device."""
-        own = shards[self.number]
-        fetch(own)
-        dist.all_gather_into_tensor(shards.view(-1), own.view(-1), group=self._device_group)
+        own_shard = shards[self.number]
+        fetch(own_shard)
+        dist.all_gather_into_tensor(shards.view(-1), own_shard.view(-1), group=self._device_group)
 
     def gather_now(self, shards: torch.Tensor, fetch: Fetch) -> None:
         """:meth:`gather`, in CPU memory; every rank takes part. Each rank's shard goes straight to
@@ -73,28 +74,28 @@ class Exchange:
             fetch(shards[self.number])
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-        fine = torch.tensor([problem is None], dtype=torch.int32)
-        at_once = [dist.all_reduce(fine, op=dist.ReduceOp.MIN, group=group, async_op=True)]
+        succeeded = torch.tensor([problem is None], dtype=torch.int32)
+        collectives = [dist.all_reduce(succeeded, op=dist.ReduceOp.MIN, group=group, async_op=True)]
         for number, shard in enumerate(shards):
-            at_once.append(dist.broadcast(shard, group=group, group_src=number, async_op=True))
-        for collective in at_once:
+            collectives.append(dist.broadcast(shard, group=group, group_src=number, async_op=True))
+        for collective in collectives:
             collective.wait()
-        if not fine.item():
+        if not succeeded.item():
             reason = problem or "another rank failed"
             raise ExchangeFailed(f"shards of hidden states were not exchanged: {reason}")
 
     def check(self, device: torch.device | str) -> str | None:
         """Try the exchange, on all ranks at the same point; returns the problem, or None."""
-        want = torch.arange(self.shards, dtype=torch.uint8).repeat_interleave(64).view(-1, 64)
+        wanted = torch.arange(self.shards, dtype=torch.uint8).repeat_interleave(64).view(-1, 64)
         try:
-            here = torch.zeros_like(want)
-            self.gather_now(here, lambda own: own.fill_(self.number))
-            if not torch.equal(here, want):
+            in_host_memory = torch.zeros_like(wanted)
+            self.gather_now(in_host_memory, lambda own_shard: own_shard.fill_(self.number))
+            if not torch.equal(in_host_memory, wanted):
                 return "shards of the ranks arrive in another order than they were sent"
             if not self.on_scheduler_thread:
-                there = torch.zeros((self.shards, 64), dtype=torch.uint8, device=device)
-                self.gather(there, lambda own: own.fill_(self.number))
-                if not torch.equal(there.cpu(), want):
+                on_device = torch.zeros((self.shards, 64), dtype=torch.uint8, device=device)
+                self.gather(on_device, lambda own_shard: own_shard.fill_(self.number))
+                if not torch.equal(on_device.cpu(), wanted):
                     return "shards of the ranks arrive in another order over the device's links"
         except Exception as error:  # a library's, or the network's
             return f"shards of the ranks cannot be exchanged: {type(error).__name__}: {error}"
@@ -111,19 +112,20 @@ class CollectiveOrder:
         self._restores: list[Event] = []
 
     def forward_begins(self) -> None:
-        """Call before a forward pass is launched on the current stream."""
+        """Call before a forward pass is launched: the current stream waits for launched
+        restores."""
         self._forward = current_stream(self._device)
-        restores, self._restores = self._restores, []
-        for event in restores:
+        launched_restores, self._restores = self._restores, []
+        for event in launched_restores:
             self._forward.wait(event)
 
     def restore_begins(self, stream: Stream) -> None:
-        """Call before ``stream`` gets collectives of a restore."""
+        """Call before ``stream`` gets a restore's collectives: it waits for launched passes."""
         if self._forward is not None and self._device.type != "cpu":
             launched = self._forward.record()
             stream.wait(launched)
 
     def restore_launched(self, stream: Stream) -> None:
-        """Call when ``stream`` has got all of them."""
+        """Call when ``stream`` has got all collectives of a restore."""
         if self._device.type != "cpu":
             self._restores.append(stream.record())

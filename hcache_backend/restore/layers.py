@@ -18,8 +18,8 @@ Fill = Callable[[range, torch.Tensor, torch.Tensor, torch.Tensor], None]
 one layer, or of the layers that a copy has brought on each rank, one rank after the other."""
 
 Copy = Callable[[Sequence[int], torch.Tensor, torch.Tensor, Sequence[int], torch.Tensor], None]
-"""``copy(layers, memory, pages, offsets, to)`` copies segments of consecutive layers: the arena,
-int64 ``[p]``, and each layer's offset in a page. ``to`` are slots of the pool for K and V, int64
+"""``copy(layers, memory, pages, offsets, target)`` copies segments of consecutive layers:
+the arena, int64 ``[p]``, each layer's offset in a page. ``target``: slots of the pool, int64
 ``[p * page_size]``; with a :data:`Fill` it is memory for the segments, layer by layer (uint8)."""
 
 
@@ -65,10 +65,10 @@ class TokenRows(NamedTuple):
 
 
 class Indices(NamedTuple):
-    """The pages and tokens of a restore: on the CPU, and where these go on the device, int64."""
+    """The pages and tokens of a restore, int64: on the CPU, and memory for them on the device."""
 
-    held_pages: torch.Tensor  # physical, [p]; copies that read headers take these
-    held_positions: torch.Tensor
+    cpu_pages: torch.Tensor  # physical, [p]; copies that read headers take these
+    cpu_positions: torch.Tensor
     page_ids: torch.Tensor
     rows: TokenRows
     shared: TokenRows  # ``rows`` in the order in which hidden states arrive
@@ -87,7 +87,7 @@ class Part(NamedTuple):
 
 def parts_of(
     layers: Mapping[int, RestoredLayer],
-    at: Indices,
+    indices: Indices,
     chunk_pages: int,
     pieces: int,
     launches: int,
@@ -96,30 +96,32 @@ def parts_of(
     by number, ascending. Hidden states have at most ``chunk_pages`` a part; the first layer has
     ``pieces``, if it has enough tokens. K and V have at most ``launches`` parts, or one for each
     group of layers."""
-    pages, first = len(at.page_ids), next(iter(layers), 0)
-    size = len(at.rows.slots) // max(1, pages)
+    pages, first = len(indices.page_ids), next(iter(layers), 0)
+    size = len(indices.rows.slots) // max(1, pages)
     for group in groups_of(layers, launches):
         layer = layers[group.start]
         step = chunk_pages if layer.arrives else max(1, pages)
         if group.start == first and layer.arrives:
             step = min(step, max(-(-pages // pieces), FIRST_PIECE_TOKENS // max(1, size), 1))
-        positions, slots = at.shared if layer.arrives else at.rows
-        ids = at.held_pages if layer.by_header and not layer.arrives else at.page_ids
+        positions, slots = indices.shared if layer.arrives else indices.rows
+        reads_header = layer.by_header and not layer.arrives
+        page_ids = indices.cpu_pages if reads_header else indices.page_ids
         for start in range(0, pages, step):
             tokens = slice(start * size, (start + step) * size)
-            part, last = slice(start, start + step), start + step >= pages
-            yield Part(group, part, ids[part], positions[tokens], slots[tokens], last)
+            part, is_last = slice(start, start + step), start + step >= pages
+            yield Part(group, part, page_ids[part], positions[tokens], slots[tokens], is_last)
 
 
 def groups_of(layers: Mapping[int, RestoredLayer], launches: int) -> Iterator[range]:
     """Layers that are copied together, by at most ``launches`` or exchanges; others alone."""
-    for _, together in groupby(layers, lambda number: layers[number].copy or number):
-        numbers = list(together)
+    for _, group in groupby(layers, lambda number: layers[number].copy or number):
+        numbers = list(group)
         first = layers[numbers[0]]
-        yield from divided(numbers, MOST_EXCHANGES if first.arrives else launches // first.launches)
+        most = MOST_EXCHANGES if first.arrives else launches // first.launches
+        yield from split_evenly(numbers, most)
 
 
-def divided(layers: Sequence[int], most: int) -> Iterator[range]:
+def split_evenly(layers: Sequence[int], most: int) -> Iterator[range]:
     """Consecutive ``layers`` in groups of about one size: at most ``most``, and at least one."""
     count = min(len(layers), max(1, most))
     for first, stop in pairwise(len(layers) * part // count for part in range(count + 1)):

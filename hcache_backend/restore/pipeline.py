@@ -55,7 +55,7 @@ class RestorePipeline:
         arriving = [group for group in groups if self._layers[group.start].arrives]
         size = ring_bytes(layout, self._chunk_tokens, arriving)
         self._ring = Ring(torch.empty(size, dtype=torch.uint8, device=device))
-        self._largest = size // RUN_AHEAD // self._chunk_pages  # part of a page
+        self._largest_part = size // RUN_AHEAD // self._chunk_pages  # bytes of a page in a part
         self._copy = new_stream(device, "copy")
         # Projections may talk to other ranks.
         self._compute = new_stream(device, "compute", in_turn=self.order is not None)
@@ -78,31 +78,33 @@ class RestorePipeline:
         ``pages`` (physical; none if all is recomputed) must not change until all layers are done.
         ``slots`` of their tokens are on the device. Without ``recompute``, layers before
         ``first_layer`` are restored elsewhere. ``ahead``: the slots are not read before
-        :meth:`handed_out`. If a recomputation raises, the result has it in ``failed``. Raises
+        :meth:`mark_handed_out`. If a recomputation raises, the result has it in ``failed``. Raises
         ValueError if a layer is neither stored nor recomputed."""
         first = recompute.layers if recompute else first_layer
         loaded = range(first, len(self._layers))
-        device, exchange, moved = self._device, self.exchange, self._moved(loaded, len(pages))
-        at = self._indices_of(pages, slots)
+        device, exchange, moved = self._device, self.exchange, self._bytes_of(loaded, len(pages))
+        indices = self._indices_of(pages, slots)
         pieces = FIRST_PIECES if recompute is None and exchange is None else 1
         launches = 1 if ahead else layers.MOST_LAUNCHES  # no forward pass waits for these
-        chosen = {index: self._layers[index] for index in loaded}
-        parts = deque(layers.parts_of(chosen, at, self._chunk_pages, pieces, launches))
-        bring = self._exchanged(exchange, parts, at.held_pages) if exchange else self._bring_own
+        chosen = {layer: self._layers[layer] for layer in loaded}
+        parts = deque(layers.parts_of(chosen, indices, self._chunk_pages, pieces, launches))
+        bring: _Bring = self._bring_own
+        if exchange is not None:
+            bring = self._exchange_parts(exchange, parts, indices.cpu_pages)
         behind = current_stream(device).record()
         self._copy.wait(behind)
         for stream in (self._copy, self._compute):
-            for tensor in (at.page_ids, *at.rows, *at.shared):
+            for tensor in (indices.page_ids, *indices.rows, *indices.shared):
                 stream.keep(tensor)
         if self.order is not None:
             self.order.restore_begins(self._copy)
         begin = self._copy.record(timed=True)
-        self._copy.run(partial(self._bring_indices, at))
+        self._copy.run(partial(self._bring_indices, indices))
         ready = self._copy.record()
         restore = RunningRestore(len(slots), moved, begin, device, ready)
-        room_for = self._ring.begin(max(1, min(len(pages), self._chunk_pages)) * self._largest)
+        room_for = self._ring.begin(max(1, min(len(pages), self._chunk_pages)) * self._largest_part)
         copy = partial(self._copy_part, restore, bring)
-        if not any(self._layers[index].arrives for index in loaded):
+        if not any(self._layers[layer].arrives for layer in loaded):
             room_for = len(parts)  # K and V need no room
         arrived = deque(copy(parts.popleft()) for _ in range(min(room_for, len(parts))))
         if recompute is not None:
@@ -122,12 +124,13 @@ class RestorePipeline:
         if self.order is not None:
             self.order.restore_launched(self._copy)
         if not ahead:
-            self.handed_out()
+            self.mark_handed_out()
         self._unread.append(restore)
         return restore
 
-    def _moved(self, loaded: range, pages: int) -> Counter[str]:
-        """Bytes that layers of ``pages`` pages have, by method; ValueError if one has none."""
+    def _bytes_of(self, loaded: range, pages: int) -> Counter[str]:
+        """Bytes that ``loaded`` layers have in so many pages, by method; ValueError if one has
+        none."""
         moved = Counter[str]()
         for index in loaded:
             if self._layers[index].method == "recompute":
@@ -136,35 +139,38 @@ class RestorePipeline:
         return moved
 
     def _indices_of(self, pages: npt.NDArray[np.int64], slots: torch.Tensor) -> Indices:
+        """Indices of a restore; on the device they have no content yet (:meth:`_bring_indices`)."""
         device, headers = self._device, self._layout.positions(self._memory.numpy())
         positions = headers[pages].reshape(-1).astype(np.int64)
-        held = held_for_device(pages, device), held_for_device(positions, device)
+        on_cpu = held_for_device(pages, device), held_for_device(positions, device)
         page_ids = torch.empty(len(pages), dtype=torch.int64, device=device)
         rows = TokenRows(torch.empty(len(slots), dtype=torch.int64, device=device), slots)
         shared = rows if self.exchange is None else TokenRows(*map(torch.empty_like, rows))
-        return Indices(*held, page_ids, rows, shared)
+        return Indices(*on_cpu, page_ids, rows, shared)
 
-    def _bring_indices(self, at: Indices) -> None:
-        at.page_ids.copy_(at.held_pages, non_blocking=True)
-        at.rows.positions.copy_(at.held_positions, non_blocking=True)
+    def _bring_indices(self, indices: Indices) -> None:
+        """Copy a restore's indices to the device, on the current stream."""
+        indices.page_ids.copy_(indices.cpu_pages, non_blocking=True)
+        indices.rows.positions.copy_(indices.cpu_positions, non_blocking=True)
         if self.exchange is not None:
-            for source, target in zip(at.rows, at.shared, strict=True):
+            for source, target in zip(indices.rows, indices.shared, strict=True):
                 self._order_by_shard(self.exchange.shards, source, target)
 
-    def abandoned(self, tokens: int) -> RunningRestore:
-        """A failed restore, which ends behind all that a :meth:`start` that raised has launched."""
+    def failed_restore(self, tokens: int) -> RunningRestore:
+        """The result in the place of that of a :meth:`start` that raised: it has ``failed``, and
+        ends behind all that was launched."""
         copied, done = self._copy.record(), [self._copy.record(), self._compute.record()]
         failed = RuntimeError("a restore was not launched")
         return RunningRestore(tokens, {}, copied, self._device, copied, done, failed=failed)
 
-    def handed_out(self) -> None:
-        """Restores ahead may be read now: recomputations wait for all launched so far."""
+    def mark_handed_out(self) -> None:
+        """The slots of all restores so far may be read now: recomputations wait for them."""
         self._handed_out = dict(self._written)
 
     @torch.no_grad()
     def start_recomputation(self, recompute: Recompute) -> RunningRestore:
         """Launch the recomputation of all layers of some tokens, behind the current stream's work
-        and all that was :meth:`handed_out`."""
+        and all that was :meth:`mark_handed_out`."""
         behind = current_stream(self._device).record()
         begin = recompute.stream.record(timed=True)
         tokens = len(recompute.slots)
@@ -200,31 +206,34 @@ class RestorePipeline:
         restore.layers += [done] * len(layers)
         return done
 
-    def _exchanged(self, exchange: Exchange, parts: Sequence[Part], pages: torch.Tensor) -> _Bring:
-        """A function that brings hidden parts by exchange. ``pages``: physical, on the CPU."""
+    def _exchange_parts(
+        self, exchange: Exchange, parts: Sequence[Part], pages: torch.Tensor
+    ) -> _Bring:
+        """A function that brings parts of all ranks to the ring. On a CPU they are exchanged here,
+        all at once. ``pages``: physical, on the CPU."""
         if not exchange.on_scheduler_thread:
 
             def gather(part: Part, out: torch.Tensor) -> None:
                 shards = out.view(exchange.shards, -1)
-                exchange.gather(shards, lambda own: self._bring_own(part, own))
+                exchange.gather(shards, lambda own_shard: self._bring_own(part, own_shard))
 
             return gather
         # One exchange for all parts: each costs a turn of every rank on the CPU.
-        here: dict[tuple[int, int], slice] = {}
-        mine, size = list[Part](), 0
+        places: dict[tuple[int, int], slice] = {}
+        own_parts, size = list[Part](), 0
         for part in parts:
             layer = part.layers.start
             if self._layers[layer].arrives:
-                mine.append(part._replace(page_ids=pages[part.pages]))
-                whole = len(mine[-1].page_ids) * part_bytes(self._layout, part.layers)
+                own_parts.append(part._replace(page_ids=pages[part.pages]))
+                whole = len(own_parts[-1].page_ids) * part_bytes(self._layout, part.layers)
                 length = whole // exchange.shards
-                here[layer, part.pages.start] = slice(size, size + length)
+                places[layer, part.pages.start] = slice(size, size + length)
                 size += length
         shards = host_tensor((exchange.shards, size), torch.uint8, self._device)
 
-        def fetch(own: torch.Tensor) -> None:
-            for part, there in zip(mine, here.values(), strict=True):
-                self._bring_own(part, own[there])
+        def fetch(own_shard: torch.Tensor) -> None:
+            for part, place in zip(own_parts, places.values(), strict=True):
+                self._bring_own(part, own_shard[place])
 
         failed: Exception | None = None
         try:
@@ -235,8 +244,8 @@ class RestorePipeline:
         def copy(part: Part, out: torch.Tensor) -> None:
             if failed is not None:
                 raise failed
-            there = here[part.layers.start, part.pages.start]
-            out.view(exchange.shards, -1).copy_(shards[:, there], non_blocking=True)
+            place = places[part.layers.start, part.pages.start]
+            out.view(exchange.shards, -1).copy_(shards[:, place], non_blocking=True)
 
         return copy
 
@@ -248,15 +257,15 @@ class RestorePipeline:
             by_shard = chunk.view(-1, shards, size // shards).transpose(0, 1)
             target[start : start + len(chunk)] = by_shard.reshape(-1)
 
-    def _bring_own(self, part: Part, to: torch.Tensor) -> None:
-        """:data:`.Copy` of this rank's part; without one, of hidden states, segments go ``to`` the
-        ring."""
+    def _bring_own(self, part: Part, target: torch.Tensor) -> None:
+        """Copy this rank's segments of a part to ``target``: by the layers' :data:`.Copy`,
+        otherwise (hidden states) to memory of the ring."""
         offsets = self._layout.segment_offsets[part.layers.start : part.layers.stop]
         copy = self._layers[part.layers.start].copy
         if copy is not None:
-            copy(part.layers, self._memory, part.page_ids, offsets, to)
+            copy(part.layers, self._memory, part.page_ids, offsets, target)
             return
-        rows = to.view(len(part.page_ids), -1)
+        rows = target.view(len(part.page_ids), -1)
         gather_pages(self._memory, part.page_ids, offsets[0], rows.shape[1], out=rows)
 
     def _copy_part(self, restore: RunningRestore, bring: _Bring, part: Part) -> _Arrived:
@@ -265,8 +274,8 @@ class RestorePipeline:
         copy = partial(self._bring_own, part, part.slots)
         if self._layers[first].arrives:
             length = part_bytes(self._layout, part.layers)
-            place = self._ring.next(self._copy)
-            buffer = place[: len(part.page_ids) * length].view(-1, length)
+            memory = self._ring.next(self._copy)
+            buffer = memory[: len(part.page_ids) * length].view(-1, length)
             copy = partial(bring, part, buffer)
         start = self._copy.record(timed=True)
         self._copy.run(copy)
@@ -285,12 +294,12 @@ class RestorePipeline:
             self._compute.run(partial(fill, part.layers, buffer, part.positions, part.slots))
             filled = self._compute.record(timed=True)
             restore.timed.append(("compute", layer, start, filled))
-            self._ring.used(filled)
+            self._ring.mark_used(filled)
         if part.is_last:
             restore.layers += [filled] * len(part.layers)
             self._written |= dict.fromkeys(part.layers, filled)
 
-    def finished(self) -> list[RestoreReport]:
+    def take_finished(self) -> list[RestoreReport]:
         """Reports of the restores that are done and not reported yet, oldest first."""
         reports = []
         while self._unread and self._unread[0].done():

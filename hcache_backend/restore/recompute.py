@@ -82,8 +82,8 @@ class RecomputePass:
         raise _LayersDone
 
 
-class _Asked(NamedTuple):
-    """A :class:`AttentionInputs` whose K is in the pool."""
+class _PoolInputs(NamedTuple):
+    """:class:`AttentionInputs` whose K is in the pool."""
 
     q: torch.Tensor
     scale: float
@@ -96,21 +96,23 @@ class _Asked(NamedTuple):
 class _AttentionPass(RecomputePass):
     """A pass over tokens whose K and V are in the pool already; it writes nothing there."""
 
-    layers: list[_Asked] = field(default_factory=list)  # what attention received, by layer
+    layers: list[_PoolInputs] = field(default_factory=list)  # what attention received, by layer
 
     def attend(
         self, kernel: Any, q: torch.Tensor, k: Any, v: Any, store: bool, engine: Engine
     ) -> torch.Tensor:
-        if k is None or v is None or not _plain(kernel):
+        """As of the base class, without storing; notes what attention receives."""
+        if k is None or v is None or not _is_plain(kernel):
             raise RecomputeRefused(f"layer {kernel.layer_id} has an attention of its own kind")
         heads = q.reshape(-1, kernel.tp_q_head_num, kernel.qk_head_dim)
         scale, kv_heads = float(kernel.scaling), int(kernel.tp_k_head_num)
         keys = partial(self._pool.fetch_keys, kernel, self.keys, heads.dtype)
-        self.layers.append(_Asked(heads, scale, len(self.keys), kv_heads, keys))
+        self.layers.append(_PoolInputs(heads, scale, len(self.keys), kv_heads, keys))
         return super().attend(kernel, q, k, v, False, engine)
 
 
-def _plain(kernel: Any) -> bool:
+def _is_plain(kernel: Any) -> bool:
+    """True if attention of this layer is a softmax of scaled products over all tokens before."""
     return (
         not kernel.logit_cap
         and kernel.sliding_window_size <= 0
@@ -121,8 +123,8 @@ def _plain(kernel: Any) -> bool:
 
 
 Forward = Callable[[torch.Tensor, torch.Tensor, RecomputePass], object]
-"""``forward(token_ids, positions, asked)`` runs the model over the tokens of a pass, int64 ``[n]``
-twice. It calls :meth:`RecomputePass.attend` in place of the engine's attention."""
+"""``forward(token_ids, positions, recompute_pass)`` runs the model over the tokens of a pass, int64
+``[n]`` twice. It calls :meth:`RecomputePass.attend` in place of the engine's attention."""
 
 
 @dataclass(eq=False)
@@ -150,30 +152,34 @@ class Recomputer:
             for start in range(begin, end, self._chunk_tokens):
                 stop = min(start + self._chunk_tokens, end)
                 keys = sequence[: len(span.prefix) + stop - begin]
-                asked = RecomputePass(self._pool, last, keys, slots[start:stop])
+                recompute_pass = RecomputePass(self._pool, last, keys, slots[start:stop])
                 positions = torch.arange(len(keys) - (stop - start), len(keys), device=keys.device)
-                self._run(token_ids[start - begin : stop - begin], positions, asked)
+                self._run(token_ids[start - begin : stop - begin], positions, recompute_pass)
             begin = end
 
     @torch.inference_mode()
     def attention_inputs(
         self, layers: int, token_ids: np.ndarray, keys: torch.Tensor
     ) -> Sequence[AttentionInputs]:
-        """Ask the last tokens of a sequence again in ``layers`` layers; the pool stays as it is.
+        """What attention receives for the last tokens of a sequence, in the first ``layers``
+        layers: the model runs over these tokens once more, and the pool stays as it is.
         ``token_ids`` are the last tokens, int64 ``[t]``; ``keys`` the slots of all, int64 ``[n]``,
         on the device. The result reads K there: use it on the same stream, while K is there. The
         model takes part in no collective behind the last layer's attention. Raises as
         :meth:`recompute`."""
         device, first = keys.device, len(keys) - len(token_ids)
-        nowhere = torch.zeros(len(token_ids), dtype=torch.int64, device=device)  # SGLang's padding
+        no_slots = torch.zeros(len(token_ids), dtype=torch.int64, device=device)  # SGLang's padding
         positions = torch.arange(first, len(keys), device=device)
-        asked = _AttentionPass(self._pool, self._first_layer + layers - 1, keys, nowhere)
-        self._run(to_device(token_ids, device), positions, asked)
-        return asked.layers
+        attention_pass = _AttentionPass(self._pool, self._first_layer + layers - 1, keys, no_slots)
+        self._run(to_device(token_ids, device), positions, attention_pass)
+        return attention_pass.layers
 
-    def _run(self, token_ids: torch.Tensor, positions: torch.Tensor, asked: RecomputePass) -> None:
+    def _run(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, recompute_pass: RecomputePass
+    ) -> None:
+        """Run the model, which ends at the last wanted layer."""
         try:
-            self._forward(token_ids, positions, asked)
+            self._forward(token_ids, positions, recompute_pass)
         except _LayersDone:
             return
         raise RecomputeRefused("the model ended before attention of the last wanted layer")

@@ -37,6 +37,7 @@ class RestoreReport:
         return max(span.end for span in self.spans)
 
     def busy_ms(self, stream: str) -> float:
+        """Time in which a stream worked for this restore; for the rest of its time it was idle."""
         return sum(span.end - span.start for span in self.spans if span.stream == stream)
 
     def idle_ms(self, stream: str) -> float:
@@ -94,9 +95,11 @@ class RunningRestore:
         self.copied.synchronize()
 
     def done(self) -> bool:
+        """True if all its work is over, also if it failed; does not wait."""
         return all(event.query() for event in self.layers)
 
     def report(self) -> RestoreReport:
-        since = self.begin.elapsed_time
-        spans = (Span(stream, layer, since(at), since(to)) for stream, layer, at, to in self.timed)
+        """The times of a restore that is done."""
+        ms = self.begin.elapsed_time
+        spans = (Span(name, layer, ms(start), ms(end)) for name, layer, start, end in self.timed)
         return RestoreReport(self.tokens, self.bytes, tuple(spans))

@@ -48,21 +48,21 @@ class Ring:
         return len(self._memory) // part_bytes
 
     def next(self, stream: Stream) -> torch.Tensor:
-        """The next part, uint8 ``[part_bytes]``; ``stream`` waits until it is free."""
+        """Take the next part, uint8 ``[part_bytes]``; ``stream`` waits until it is free."""
         start = self._next % (len(self._memory) // self._part_bytes) * self._part_bytes
         part = range(start, start + self._part_bytes)
         self._next = part.stop // self._part_bytes
         users, self._users = self._users, []
-        for held, until in users:
-            if held.start < part.stop and part.start < held.stop:
+        for used, until in users:
+            if used.start < part.stop and part.start < used.stop:
                 stream.wait(until)
-                left = range(held.start, part.start), range(part.stop, held.stop)
-                self._users += [(rest, until) for rest in left if rest]
+                unclaimed = range(used.start, part.start), range(part.stop, used.stop)
+                self._users += [(piece, until) for piece in unclaimed if piece]
             else:
-                self._users.append((held, until))
+                self._users.append((used, until))
         self._taken.append(part)
         return self._memory[part.start : part.stop]
 
-    def used(self, until: Event) -> None:
-        """The oldest part without such a call is in use until ``until`` has passed."""
+    def mark_used(self, until: Event) -> None:
+        """The oldest taken part for which this was not called yet is in use until that event."""
         self._users.append((self._taken.popleft(), until))

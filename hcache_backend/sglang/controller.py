@@ -187,7 +187,7 @@ class OwnPagesController(HybridCacheController, Controller):
         if self.eager is not None and not self._loads.stored_from:
             needed = host_pages[~self.eager.restores.ready_pages(host_pages)]
         self.stages.exchange_messages()
-        if self.eager is not None and self.eager.restores.failed(host_pages):
+        if self.eager is not None and self.eager.restores.any_failed(host_pages):
             problem = "restore_failed"
         elif (usable := self._pool.usable(needed)) is None:
             problem = "unsettled"
@@ -224,7 +224,7 @@ class OwnPagesController(HybridCacheController, Controller):
         self._capture.settle()  # the backup is done, so its rows have arrived
         self.stages.exchange_messages()
         if self.eager is not None:
-            self.eager.until_saved(self._pool.page_ids(host_indices))
+            self.eager.wait_until_saved(self._pool.page_ids(host_indices))
         self._pool.mark_arrived()
         return super().write_storage(host_indices, *args, **kwargs)
 
@@ -249,7 +249,7 @@ class OwnPagesController(HybridCacheController, Controller):
         operation = super().prefetch(*args, **kwargs)
         # Before the scheduler sees the hit: nothing is read earlier.
         if self.recomputing is not None:
-            prefetch = self._runtime.prefetches.of(operation)
+            prefetch = self._runtime.prefetches.prefetch_of(operation)
             prefetch.token_ids = token_array(operation.token_ids).astype(np.int64)
             prefetch.meeting = Meeting()
         return operation
@@ -273,13 +273,13 @@ class OwnPagesController(HybridCacheController, Controller):
     def read_in_batches(self, operation: Any) -> None:
         """Read a prefetch, in order or from its last page to the front that is recomputed."""
         assert self._batches is not None and self.eager is not None
-        prefetch = self._runtime.prefetches.of(operation)
+        prefetch = self._runtime.prefetches.prefetch_of(operation)
         self._read_drafts(operation)
         meeting, trial = prefetch.meeting, prefetch.trial is not None
         get, size = self._page_get_zero_copy, self._pool.page_size
         read = of_operation(operation, size, get, self._report, back=meeting is not None)
-        until_met = self.eager.fronts.until_met
-        there = self._batches.transfer(read, meeting, until_met, trial=trial)
+        seconds_until_met = self.eager.fronts.seconds_until_met
+        there = self._batches.transfer(read, meeting, seconds_until_met, trial=trial)
         self._page_transfer_sidecar(operation, there)  # SGLang's report of other pools
 
     def _read_drafts(self, operation: Any) -> None:
@@ -326,7 +326,7 @@ class OwnPagesController(HybridCacheController, Controller):
             ids, checked = host_pages[:got], self._storage_verifies
             count = self._headers.verified_pages(ids, keys, tokens, digests_checked=checked)
             arena.settle(host_pages[:count], ticket)
-            self._runtime.l3.arrived(count * self.page_size)
+            self._runtime.l3.part_arrived(count * self.page_size)
             return count
         return 0
 

@@ -21,7 +21,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, PPProxyTensors
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from hcache_backend.checks.self_check import Observation, Passed, check_tokens, is_quantised
+from hcache_backend.checks.self_check import ForwardPass, Observation, check_tokens, is_quantised
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.ranks import Group, Refused, smallest
 from hcache_backend.restore.recompute import RecomputePass, Recomputer
@@ -31,7 +31,7 @@ from hcache_backend.streams import Stream, current_stream, of, to_device
 
 
 @torch.no_grad()
-def run_prompts(runner: Any, lengths: Sequence[int], before: int = 0) -> Passed:
+def run_prompts(runner: Any, lengths: Sequence[int], before: int = 0) -> ForwardPass:
     """Run prompts of these lengths that begin as the self-check's does. ``before``: first tokens of
     a single prompt with a pass of their own; positions and ids are of the last pass. Then both
     pools are emptied, also after an error: a lost slot would stop the server later."""
@@ -46,7 +46,7 @@ def run_prompts(runner: Any, lengths: Sequence[int], before: int = 0) -> Passed:
                 written = stages.run_pass(runner, forward)
             prefix = slots = written if prefix is None else torch.cat((prefix, written))
             runner.req_to_token_pool.clear()  # there may be one row only
-        return Passed(forward, slots, positions, token_ids)
+        return ForwardPass(forward, slots, positions, token_ids)
     finally:
         _empty_pools(runner)
 

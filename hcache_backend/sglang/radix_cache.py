@@ -31,7 +31,7 @@ def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     if own_pages is not None or l3 is not None:
         cache.hicache_storage_pass_prefix_keys = True  # of the pages before a node that is written
     with catching():
-        cache.ongoing_prefetch = prefetches.watched(cache.ongoing_prefetch)
+        cache.ongoing_prefetch = prefetches.watch(cache.ongoing_prefetch)
         waiting.release_departed(prefetches)
     result = original(cache, *a, **kw)
     with catching():
@@ -87,12 +87,12 @@ def around_drain(
     first they are applied to prefetches that are read from the back, last those that are over end
     on all ranks. Of pipeline stages only the first one knows that they are there."""
     gate, controller, prefetches = gate_of(cache), cache.cache_controller, current().prefetches
-    cache.ongoing_prefetch = prefetches.watched(cache.ongoing_prefetch)
+    cache.ongoing_prefetch = prefetches.watch(cache.ongoing_prefetch)
     with catching():
         n_storage_hit = waiting.with_room(cache, prefetches, n_storage_hit)
     asked, reports = controller.prefetch_hit_queue.queue, controller.ack_prefetch_queue.queue
     taken = list(itertools.islice(reports, n_ack_prefetch or 0))
-    running = {one.operation: prefetches.of(one.operation) for one in taken}
+    running = {one.operation: prefetches.prefetch_of(one.operation) for one in taken}
     running = {one: prefetch for one, prefetch in running.items() if prefetch.info is not None}
     if getattr(controller, "eager", None) is not None:
         # Plugins are imported before SGLang can be.

@@ -40,10 +40,10 @@ def apply_reports(
     dealt with prefetches that do not run any more, by the pages that counted then."""
     for report in reports:
         operation = report.operation
-        meeting = prefetches.of(operation).meeting
+        meeting = prefetches.prefetch_of(operation).meeting
         if isinstance(report, BackAck) and meeting is not None and operation in running:
-            meeting.arrived(report.start, report.end)
-            operation.completed_tokens = meeting.pages * page_size
+            meeting.set_back(report.start, report.end)
+            operation.completed_tokens = meeting.counted_pages * page_size
 
 
 def of_operation(

@@ -105,12 +105,12 @@ class Runtime:
         if self.hit_gate is not None:
             self.hit_gate = None
             metrics.RATES.only()
-            self.l3.estimates.know(None)
+            self.l3.estimates.begin_anew(None)
 
     def judge(self, machine: Restore | None, backend: str, min_gain: float) -> None:
         """Judge hits of a storage backend from now on, by the cost model of the machine."""
         metrics.CAPABILITY.set(JUDGING)
-        self.l3.estimates.know(machine)
+        self.l3.estimates.begin_anew(machine)
         self.hit_gate = HitGate(self.l3, self.prefetches, backend, min_gain)
         with metrics.catching("look_up", "the first look-up waits for SGLang's hash extension"):
             from sglang.srt.mem_cache.utils import get_hash_str

@@ -64,7 +64,7 @@ def around_batch(original: Original, scheduler: Any, batch: Any, *a: Any, **kw: 
             waiting.count_used(batch.reqs, current().prefetches)
     gate, prefill = gate_of(scheduler.tree_cache), None
     if gate is not None and (work := _prefill_work(batch)) is not None:
-        prefill = time.monotonic(), gate.launched(*work), work
+        prefill = time.monotonic(), gate.batch_launched(*work), work
     result = original(scheduler, batch, *a, **kw)
     if gate is not None:
         eager = getattr(scheduler.tree_cache.cache_controller, "eager", None)
@@ -83,9 +83,9 @@ def after_batch(
         before, gate.gpu.last_end = gate.gpu.last_end, now
         found = (of for seen, of in _prefills if seen() is result)
         for launched, number, (tokens, prefix, loaded), alone in found:
-            gate.gpu.ended(number)
+            gate.gpu.end_work(number)
             if alone:
-                gate.prefilled(tokens, prefix, loaded, now - max(launched, before))
+                gate.batch_ended(tokens, prefix, loaded, now - max(launched, before))
     return done
 
 

@@ -64,17 +64,17 @@ def around_look_up(original: Original, controller: Any, operation: Any, *a: Any,
     gate = gate_of(controller)
     if gate is None or operation.request_id == _NO_REQUEST:
         return original(controller, operation, *a, **kw)
-    prefetch = gate.prefetches.of(operation)
+    prefetch = gate.prefetches.prefetch_of(operation)
     if prefetch.refused:
         return [], 0
     found_shared = getattr(controller.storage_backend, "take_found_shared", lambda: 0)
     found_shared()  # of a look-up that was judged nowhere
-    with gate.l3.looking():
+    with gate.l3.looking_up():
         keys, tokens = original(controller, operation, *a, **kw)
     taken, shared = tokens, min(tokens, found_shared() * controller.page_size)
     if tokens:
         parts = not operation.pool_transfers
-        taken = gate.takes(prefetch, tokens, len(operation.token_ids), shared, parts=parts)
+        taken = gate.tokens_to_read(prefetch, tokens, len(operation.token_ids), shared, parts=parts)
     return keys[: taken // controller.page_size], taken
 
 
@@ -83,7 +83,7 @@ def around_read(original: Original, controller: Any, operation: Any) -> Any:
     gate = gate_of(controller)
     if gate is None:
         return original(controller, operation)
-    size, prefetch = controller.page_size, gate.prefetches.of(operation)
+    size, prefetch = controller.page_size, gate.prefetches.prefetch_of(operation)
     pages = len(operation.hash_value)
     with catching():
         step = pages_per_report(controller, pages) * size
@@ -93,14 +93,14 @@ def around_read(original: Original, controller: Any, operation: Any) -> Any:
     finally:
         with catching():
             if prefetch.meeting is not None and not operation.is_terminated():
-                gate.l3.spared(prefetch.meeting.spared * size)
+                gate.l3.need_not_read(prefetch.meeting.taken_pages * size)
             gate.read_ends()
 
 
 def around_read_batch(original: Original, controller: Any, *a: Any, **kw: Any) -> Any:
     pages = original(controller, *a, **kw)
     if not hasattr(controller, "node_backups"):  # ours tells each part itself
-        current().l3.arrived(pages * controller.page_size)
+        current().l3.part_arrived(pages * controller.page_size)
     return pages
 
 

@@ -138,7 +138,7 @@ def _tokens_to_read(
     other = prefetches.brought.get(first)
     if first in coming or (other is not None and other.info is not None):
         return None
-    if other is not None and other.came_behind >= prefetches.of(operation).asked:
+    if other is not None and other.ended_after_ask >= prefetches.prefetch_of(operation).ask_number:
         cache.revoke_pending_prefetch(operation.handle)
         cache.storage_prefetch_retries.refetch(operation.handle.rid)
         return 0
@@ -210,7 +210,7 @@ def release_departed(prefetches: Prefetches) -> None:
         there = {one.rid: place for place, one in enumerate(others, first) if one is not None}
         for rid in prefetches.early.keys() & there.keys():
             if there[rid] < len(waiting):
-                prefetches.queued(rid)
+                prefetches.mark_queued(rid)
         for one in went:
             if one is not None and one.rid not in there:
                 _gone(prefetches, one.rid)

@@ -44,7 +44,7 @@ def bootstrap(runner: Any) -> None:
     """Set a process up that has loaded its model: options, store, weights and hooks; the last step
     registers :class:`.OwnPagesStrategy`. A wrong configuration stops the server."""
     args = resolved(runner.server_args)
-    config, our_l3 = _asked(args)
+    config, our_l3 = _start_options(args)
     runtime = remember(runner, config)
     if config is None:
         return
@@ -58,9 +58,11 @@ def bootstrap(runner: Any) -> None:
         logger.warning("hcache: option 'shared' is ignored: %s", why)
     unnoticed = _watch_weights(runtime)
     if not args.enable_hierarchical_cache:
-        own = "decode offload makes a host pool and a controller of its own"
-        untold = "does not tell where in its sequence a page is"
-        runtime.pages.use_plain_pages(f"{own}, and {untold}; it only writes L3", expected=True)
+        why = (
+            "decode offload makes a host pool and a controller of its own, and does not tell where "
+            "in its sequence a page is; it only writes L3"
+        )
+        runtime.pages.use_plain_pages(why, expected=True)
         return
     hooks.notice_uses()
     _wait_for_loads(runtime)
@@ -87,7 +89,7 @@ def bootstrap(runner: Any) -> None:
     register_stack_strategy(OwnPagesStrategy(runtime, plain, no_hidden))  # before SGLang's own
 
 
-def _asked(args: Any) -> tuple[HCacheConfig | None, bool]:
+def _start_options(args: Any) -> tuple[HCacheConfig | None, bool]:
     """The options of a server that is started for us, otherwise None; whether its L3 is ours."""
     extra = storage_extra_config(args) if args.hicache_storage_backend == "dynamic" else {}
     our_l3 = options.OUR_BACKEND.items() <= extra.items()
@@ -130,12 +132,12 @@ def _missing_seams(config: HCacheConfig) -> str | None:
     if config.sglang == "tested":
         return f"{other}, and option 'sglang' is 'tested'"
     try:
-        found = contract.check_installed()
+        contract_check = contract.check_installed()
     except Exception as error:
         return f"{other}, and its sources could not be read: {error!r}"
-    if found.problems:
-        return f"{other}, and {found.describe()}"
-    logger.warning("hcache: %s; %s", other, found.describe())
+    if contract_check.problems:
+        return f"{other}, and {contract_check.describe()}"
+    logger.warning("hcache: %s; %s", other, contract_check.describe())
     return None
 
 
@@ -147,23 +149,23 @@ def note_draft(runner: Any) -> None:
 
 def _check_groups(runner: Any, args: Any, config: HCacheConfig) -> None:
     """Raise ConfigError if K and V do not divide by ``tp_lcm_size``; SGLang only asserts it."""
-    if (asked := storage_extra_config(args).get("tp_lcm_size")) is not None:
+    if (tp_lcm_size := storage_extra_config(args).get("tp_lcm_size")) is not None:
         ranks = attention_ranks().world_size
         heads = runner.model_config.get_num_kv_heads(ranks)
         own_pages = config.mode != "plain" and not runner.use_mla_backend
-        check_tp_lcm_size(asked, ranks, heads, own_pages=own_pages)
+        check_tp_lcm_size(tp_lcm_size, ranks, heads, own_pages=own_pages)
 
 
-class Closes(Protocol):
+class Closeable(Protocol):
     def close(self) -> None: ...
 
 
-_Shared = TypeVar("_Shared", bound=Closes)
+_Shared = TypeVar("_Shared", bound=Closeable)
 _MakeShared = Callable[[SharedOption, HiCacheStorageConfig], _Shared]
 
 
 class Joined(NamedTuple, Generic[_Shared]):
-    """Parts of a backend instance; ``kv_fields``: inputs of K and V besides the weights."""
+    """What a backend instance is made of; ``kv_fields``: inputs of K and V besides the weights."""
 
     runtime: Runtime
     config: HCacheConfig
@@ -286,7 +288,7 @@ def open_store(config: HCacheConfig, writer: bytes) -> PageStore:
 def _join_here(
     storage_config: HiCacheStorageConfig, make_shared: _MakeShared[_Shared], opened: ExitStack
 ) -> Joined[_Shared]:
-    """``opened`` closes what this rank has opened."""
+    """:func:`join` on this rank alone; ``opened`` closes its parts if another rank fails."""
     runtime = current()
     fields = kv_fields(runtime.runner)
     config, store = runtime.options.config, runtime.store
@@ -305,26 +307,26 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
     """Options of an attach over the server's. Raises ConfigError if one is wrong or fixed."""
     options.check_extra_config(extra)
     check_server(runtime)
-    asked_for = extra.get("hcache")
-    given, pages = runtime.options.config, runtime.pages
-    inherited = given.model_dump(exclude_unset=True) if given is not None else None
-    config = options.parse_config(asked_for, "hcache", inherited)
-    started = given or HCacheConfig(dirs=config.dirs)
+    named_options = extra.get("hcache")
+    start_config, pages = runtime.options.config, runtime.pages
+    inherited = None if start_config is None else start_config.model_dump(exclude_unset=True)
+    config = options.parse_config(named_options, "hcache", inherited)
+    started = start_config or HCacheConfig(dirs=config.dirs)
     in_mode = f"runs in {pages.mode} mode"
     if pages.kind != "hidden":
         in_mode += f" ({pages.reason or STARTED_WITHOUT_US})"
-    for name in sorted(options.FIXED_AT_START.intersection(asked_for or ())):
-        asked, has = getattr(config, name), getattr(started, name)
-        state = in_mode if given is None else f"was started with {has!r}"
+    for name in sorted(options.FIXED_AT_START.intersection(named_options or ())):
+        wanted, present = getattr(config, name), getattr(started, name)
+        state = in_mode if start_config is None else f"was started with {present!r}"
         if name == "mode":  # the server's may differ from its option
-            alike = asked in ("auto", pages.kind or "plain")
-            has, state = asked if alike else pages.mode, in_mode
-        if name == "codec" and has == "auto" and asked != "auto":  # the codec that this server uses
-            has = pages.codec or "none"
-        if asked != has:
-            wrong = f"hcache: option {name!r} is {asked!r} but this server {state}"
+            alike = wanted in ("auto", pages.kind or "plain")
+            present, state = wanted if alike else pages.mode, in_mode
+        if name == "codec" and present == "auto" and wanted != "auto":  # what this server uses
+            present = pages.codec or "none"
+        if wanted != present:
+            wrong = f"hcache: option {name!r} is {wanted!r} but this server {state}"
             raise ConfigError(f"{wrong}; it can only change at a restart")
-    if given is None:
+    if start_config is None:
         _check_late_start(runtime)
         warn_of_single_tokens(page_size(runtime.runner.server_args))
     return config
@@ -360,13 +362,13 @@ def _agree(
     rank = f"tensor-parallel rank {storage_config.tp_rank}"
     if storage_config.pp_size > 1:
         rank += f" of pipeline stage {storage_config.pp_rank}"
-    problem, known = None, isinstance(error, ConfigError)
+    problem, is_config_error = None, isinstance(error, ConfigError)
     if error is not None:
-        problem = str(error) if known else f"hcache: {type(error).__name__}: {error}"
+        problem = str(error) if is_config_error else f"hcache: {type(error).__name__}: {error}"
     knows_weights = joined is not None and joined.runtime.weights.present is not None
     gathered = from_all_ranks((rank, problem, knows_weights))
     if problem is not None:
-        raise ConfigError(problem) from (None if known else error)
+        raise ConfigError(problem) from (None if is_config_error else error)
     for other, its_problem, _ in gathered:
         if its_problem is not None:
             raise ConfigError(f"{its_problem} (on {other})")

@@ -80,11 +80,11 @@ from hcache_backend.start.capabilities import (
     OWN_PAGES,
     RECOMPUTATION,
     Server,
-    count,
     graphs_are_off,
+    log_unused,
     refusal,
     refuse,
-    tell,
+    set_metrics,
 )
 from hcache_backend.start.machine import judge_hits, layer_methods
 from hcache_backend.start.page_plan import HiddenPlan, PagePlan, find_room
@@ -128,10 +128,10 @@ class OwnPagesStrategy(StackStrategy):
             start.step(refuse, OWN_PAGES, start.server, self._plain)
             plan = start.plan(self._no_hidden)
             with build_stack(self._runtime, start.server, params, plan, start.projector):
-                stack = strategy_of(kvcache, own=True).build(**arguments)
+                stack = strategy_of(kvcache, own_pages=True).build(**arguments)
             if type(kvcache) is DSATokenToKVPool:
                 stack.pool_declarations = ()  # our pages hold the indexer's keys
-            tell(self._runtime)
+            log_unused(self._runtime)
             return stack
         except Refused as refused:
             expected = self._plain is None and refusal(OWN_PAGES, start.server) is not None
@@ -141,7 +141,7 @@ class OwnPagesStrategy(StackStrategy):
     def _keep_plain(self, reason: str, *, expected: bool) -> None:
         capture_nothing(self._runtime)
         self._runtime.pages.use_plain_pages(reason, expected=expected)
-        count(self._runtime)
+        set_metrics(self._runtime)
 
 
 class Start:
@@ -158,9 +158,10 @@ class Start:
         self.server = Server(runtime.runner, self._config, self._kvcache)
         self.projector = Projector(PagedPool(self._kvcache), self._kvcache.layer_num)
 
-    def step(self, work: Callable[_P, _Result], *args: _P.args, **kw: _P.kwargs) -> _Result:
+    def step(self, work: Callable[_P, _Result], *args: _P.args, **kwargs: _P.kwargs) -> _Result:
+        """The result of ``work`` if it succeeds on all ranks; otherwise raises Refused on all."""
         groups = self._params.tp_cache_group, self._params.pp_cache_group
-        return all_or_none(groups, lambda: work(*args, **kw))
+        return all_or_none(groups, lambda: work(*args, **kwargs))
 
     def plan(self, no_hidden: str | None) -> PagePlan:
         """The plan of hidden mode, otherwise of pages of K and V; ``no_hidden``: a known reason for
@@ -199,12 +200,12 @@ class Start:
             recomputer = step(self._find_recomputer, observed, methods, all_layers_needed=False)
         methods = methods.recomputing_first(recomputer.layers if recomputer else 0)
         recorded = step(check_recording, runtime, observed.hidden[0])
-        shard, of_kv = _shard(exchange), "none"
+        shard, kv_codec = _shard_of(exchange), "none"
         groups = self._head_groups(methods, shard)
         if methods.layers("kv"):
-            of_kv = step(page_plan.kv_codec, self.server, shard, groups, stages)
+            kv_codec = step(page_plan.kv_codec, self.server, shard, groups, stages)
         plain = KVSegments(kvcache, methods.layers("kv"), kvcache.page_size, shard, groups)
-        kv = KVSegments(kvcache, plain.layers, kvcache.page_size, shard, groups, of_kv)
+        kv = KVSegments(kvcache, plain.layers, kvcache.page_size, shard, groups, kv_codec)
         layout = Layout(kvcache, methods, shard, kv, exchange, codec, observed.layers)
         layout = self._checked_layout(layout, replace(layout, kv=plain), lambda: observed.slots)
         host = step(find_room, layout)
@@ -254,28 +255,28 @@ class Start:
         """Pages of K and V of all layers; raises Refused on every rank."""
         kvcache, ranks = self._kvcache, attention_ranks()
         chunk = min(CHUNK_TOKENS, int(kvcache.size))
-        everything = Partition(0, 0, int(kvcache.layer_num))
-        methods = Restore(None, None, everything, ranks.world_size, chunk, recomputable=0)
-        own, exchange = shard_of_heads(ranks.rank_in_group, ranks.world_size), None
+        all_kv = Partition(0, 0, int(kvcache.layer_num))
+        methods = Restore(None, None, all_kv, ranks.world_size, chunk, recomputable=0)
+        shard, exchange = shard_of_heads(ranks.rank_in_group, ranks.world_size), None
         if holds_latents(kvcache):
             exchange = self._latent_exchange(ranks.world_size)
-            own = _shard(exchange)
-        groups = self._head_groups(methods, own)
-        codec = self.step(page_plan.kv_codec, self.server, own, groups, self._params.pp_size)
+            shard = _shard_of(exchange)
+        groups = self._head_groups(methods, shard)
+        codec = self.step(page_plan.kv_codec, self.server, shard, groups, self._params.pp_size)
         plugin = page_plan.page_plugin(self._config) if codec != "none" else None
         layers, size, drafts = methods.layers("kv"), kvcache.page_size, packed_drafts(self._runner)
-        kv = partial(KVSegments, kvcache, layers, size, own, groups, drafts=drafts)
-        layout = plain = Layout(kvcache, methods, own, kv(), exchange)
+        segments = partial(KVSegments, kvcache, layers, size, shard, groups, drafts=drafts)
+        layout = plain = Layout(kvcache, methods, shard, segments(), exchange)
         if plugin is not None:
             paired = plugin.segments(kvcache, layers, size, self._head_groups(methods, WHOLE))
             layout = replace(plain, shard=WHOLE, kv=paired)
         elif codec != "none":
-            layout = replace(plain, kv=kv(codec))
-        layout = self._checked_layout(layout, plain, self._written, plugin)
-        divides = plugin if layout.kv.by_header else None
-        return PagePlan(layout, self.step(find_room, layout, self._host_share), divides)
+            layout = replace(plain, kv=segments(codec))
+        layout = self._checked_layout(layout, plain, self._write_check_tokens, plugin)
+        plugin = plugin if layout.kv.by_header else None
+        return PagePlan(layout, self.step(find_room, layout, self._host_share), plugin)
 
-    def _written(self) -> torch.Tensor:
+    def _write_check_tokens(self) -> torch.Tensor:
         """Have the model write K and V of the self-check's tokens to whole pages; returns their
         slots, int64 ``[n]``."""
         size = self._kvcache.page_size
@@ -288,7 +289,7 @@ class Start:
         if ranks == 1 or attention_groups(self.server.args) > 1:
             return None
         self.step(refuse, OWN_PAGES, self.server, install(hooks.EXCHANGE))
-        slots = self.step(self._written)
+        slots = self.step(self._write_check_tokens)
         rows = [planes_of(kvcache, layer)[0][slots] for layer in range(kvcache.layer_num)]
         return self.step(page_plan.make_exchange, "latents", rows, int(kvcache.page_size))
 
@@ -296,26 +297,26 @@ class Start:
         self,
         layout: Layout,
         plain: Layout,
-        written: Callable[[], torch.Tensor],
+        write_tokens: Callable[[], torch.Tensor],
         plugin: Krul | None = None,
     ) -> Layout:
         """Check that K and V come back by ``layout``; if its codec fails, by ``plain``, where they
-        are as they are. Returns the checked one; raises Refused on every rank. ``written`` has the
-        model write K and V, if it has not, and returns their slots, int64 ``[n]``. ``plugin``
+        are as they are. Returns the checked one; raises Refused on every rank. ``write_tokens`` has
+        the model write K and V, if it has not, and returns their slots, int64 ``[n]``. ``plugin``
         chooses the layers that share slots in ``layout``."""
         try:
             self.step(self._check_copies, layout)
             if layout.kv.lossless:
                 return layout
-            slots, most = self.step(written), 0.0
+            slots, most_change = self.step(write_tokens), 0.0
             pages = whole_pages(slots, layout.page.page_size)
             if plugin is not None:
-                most, ranks = plugin.allowed_change, self._params.tp_cache_group
+                most_change, ranks = plugin.allowed_change, self._params.tp_cache_group
                 chosen = self.step(plugin.choose_pairs, layout.kv, layout.page, pages, ranks)
                 layout = replace(layout, chosen=chosen)
                 if plugin.wants_model:
                     self._look_at_model(layout, plugin, slots)
-            self.step(check_lossy, layout.kv, layout.page, pages, most)
+            self.step(check_lossy, layout.kv, layout.page, pages, most_change)
         except Refused as refused:
             if layout.kv.codec == "none":
                 raise
@@ -352,13 +353,14 @@ class Start:
             logger.warning("hcache: all pages have one layout: %s", refused)
 
     def _check_capture(self, plan: HiddenPlan) -> None:
+        """Take hidden states to pages and back, also by CUDA graphs; Refused if K or V differ."""
         kvcache, projector, ranks = self._kvcache, self.projector, self._params.tp_cache_group
         order = CollectiveOrder(kvcache.device) if attention_ranks().world_size > 1 else None
         check = self.step(CaptureCheck, plan, projector, order)
+        run = partial(passes.prefill_and_decode, self._runner, check.tokens, ranks)
         for graphs, by_layer in ((False, True), (False, False), (True, False)):
-            pass_through = partial(passes.prefill_and_decode, self._runner, check.tokens, ranks)
-            run = partial(pass_through, graphs=graphs)
-            self.step(check.capture, run, seen=not graphs, by_layer=by_layer)
+            run_pass = partial(run, graphs=graphs)
+            self.step(check.capture, run_pass, seen=not graphs, by_layer=by_layer)
             self.step(check.restore, projector)
 
     def _observe(self) -> ObservedPass:
@@ -403,51 +405,58 @@ class Start:
             return None if substitute is None else passes.make_attention(runner, substitute)
 
         def check() -> Recomputed:
-            again, requests = partial(run_again, runner), int(runner.req_to_token_pool.size)
-            with passes.attending_by(runner, other):
-                instead = other is not None
+            with passes.attending_by(runner, other_attention):
                 return check_recompute(
-                    again, requests, observed, recomputer, kvcache, other_attention=instead
+                    partial(run_again, runner),
+                    int(runner.req_to_token_pool.size),
+                    observed,
+                    recomputer,
+                    kvcache,
+                    other_attention=other_attention is not None,
                 )
 
         try:
-            other = all_or_none((group,), attention)  # ranks that have it run the model together
-            recomputer = make_recomputer(runner, kvcache, methods.chunk_tokens, other)
-            found = all_or_none((group,), check)
-            [recomputer.layers] = smallest(group, found.layers)
+            # Ranks that have it run the model together.
+            other_attention = all_or_none((group,), attention)
+            recomputer = make_recomputer(runner, kvcache, methods.chunk_tokens, other_attention)
+            result = all_or_none((group,), check)
+            [recomputer.layers] = smallest(group, result.layers)
             all_exact = recomputer.layers == layers
             if all_layers_needed and not all_exact:
                 elsewhere = "a layer of another tensor-parallel rank is not exact"
-                raise Refused(found.problem or elsewhere)
+                raise Refused(result.problem or elsewhere)
         except Refused as refused:
             runtime.options.unused[RECOMPUTATION] = str(refused)
             return None
-        reason = found.problem or "other tensor-parallel ranks"
-        first = "" if all_exact else f"the first {recomputer.layers} layers only ({reason}); "
+        reason = result.problem or "other tensor-parallel ranks"
+        limits = "" if all_exact else f"the first {recomputer.layers} layers only ({reason}); "
         if substitute is not None:
-            first = f"by attention backend {substitute!r}; " + first
+            limits = f"by attention backend {substitute!r}; " + limits
             why = f"{self.server.attention!r} waits for the GPU before every prefill"
             logger.info(f"hcache: attention backend {substitute!r} recomputes, because {why}")
-        runtime.pages.recomputation = first + found.exactness
+        runtime.pages.recomputation = limits + result.exactness
         logger.debug("hcache: exactness: recomputed layers: %s", runtime.pages.recomputation)
         return recomputer
 
     def _choose_methods(self) -> Restore:
+        """The way in which each layer is stored; raises Refused if none has hidden states."""
         config, methods = self._config, layer_methods(self._runtime, self._kvcache)
         chosen = config.mode == "auto" and config.partition == "auto"
         if not methods.layers("hidden") and (chosen or not methods.layers("recompute")):
-            none = f"the partition has no hidden states: {methods.describe()}"
-            raise Refused(f"{none} (override with mode: hidden or partition)")
+            why = f"the partition has no hidden states: {methods.describe()}"
+            raise Refused(f"{why} (override with mode: hidden or partition)")
         return methods
 
     def _head_groups(self, methods: Restore, shard: Shard) -> int:
+        """Number of groups of heads, each with units of its own, into which K and V are divided."""
         if not methods.layers("kv"):
             return shard.of
         extra = storage_extra_config(self.server.args)
         return head_groups(extra.get("tp_lcm_size"), shard, attention_ranks().world_size)
 
 
-def _shard(exchange: Exchange | None) -> Shard:
+def _shard_of(exchange: Exchange | None) -> Shard:
+    """The share of every page's tokens that this rank keeps."""
     return WHOLE if exchange is None else Shard(exchange.number, exchange.shards)
 
 
@@ -482,7 +491,7 @@ def build_stack(
         kvcache.device,
         estimates.slowdown,
         weights.cannot_restore,
-        estimates.measured_restore,
+        estimates.add_restore,
     )
     write_back = get_memory().hicache_write_policy == "write_back"
     pool.connect(loads, capture, frees_duplicates=write_back)
@@ -549,18 +558,19 @@ def _service_checks(
     order: CollectiveOrder | None,
 ) -> tuple[KVChecks, ServiceChecks | None]:
     """Checks of K and V, and of hidden states, which look at what ``pool`` backs up."""
-    layout, codec, every, checks = plan.layout, plan.layout.codec, config.check_every_pages, None
-    kv_checks = KVChecks(weights, pool, every, layout.kv)
+    layout, codec, interval, checks = plan.layout, plan.layout.codec, config.check_every_pages, None
+    kv_checks = KVChecks(weights, pool, interval, layout.kv)
     if layout.kv.layers:  # in hidden mode a load may recompute layers whose K and V are stored
         kv_checks.watch(loads=codec is None)
     if codec is not None:
         layers, exchange = layout.hidden_layers, layout.exchange
-        checks = ServiceChecks(weights, pool, every, layers, codec, projector, exchange, order)
+        checks = ServiceChecks(weights, pool, interval, layers, codec, projector, exchange, order)
         checks.watch()
     return kv_checks, checks
 
 
 def _host_pool(weights: LoadedWeights, params: Any, plan: PagePlan) -> OwnPagesPool:
+    """Our host pool, with pages as planned; allocates host memory."""
     layout = plan.layout
     return OwnPagesPool(
         layout.kvcache,
@@ -587,7 +597,7 @@ def use_own_pages(
         if layout.kv.layers and layout.kv.codec != codec:
             codec += f", {layout.kv.codec} of K and V"
     pages.codec = codec
-    metrics.CODEC.set(page_plan.asked_codec(config, dtype), codec)
+    metrics.CODEC.set(page_plan.codec_of_option(config, dtype), codec)
     weights.page_fields = page_plan.namespace_fields(layout, runtime.runner)
     if layout.kv.drafts:
         weights.page_fields["draft"] = weights.draft_digest
@@ -625,9 +635,10 @@ def capture_nothing(runtime: Runtime) -> None:
         forwards.capture.remove()
 
 
-def _before_graphs(original: Callable[..., Any], runner: Any, *a: Any, **kw: Any) -> Any:
+def _before_graphs(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around SGLang's recording of CUDA graphs."""
     record_copies(current(), runner)
-    return original(runner, *a, **kw)
+    return original(runner, *args, **kwargs)
 
 
 _GRAPHS = "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs"
@@ -650,12 +661,12 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
                 "the weights are loaded after the graphs, and the partition depends on them"
             )
         hidden = layer_methods(runtime, kvcache).layers("hidden")
-        every = passes.attention_modules(runner.model, kvcache.layer_num)
-        seen = [every[layer] for layer in hidden]
+        all_layers = passes.attention_modules(runner.model, kvcache.layer_num)
+        captured = [all_layers[layer] for layer in hidden]
         recorded = _largest_recorded_tokens(drafted_tokens(server.args))
         width, dtype, device = runner.model_config.hidden_size, runner.dtype, kvcache.device
-        staging = page_plan.take_staging(runner, len(seen), width, dtype, device, recorded)
-        hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])
+        staging = page_plan.take_staging(runner, len(captured), width, dtype, device, recorded)
+        hooks = HiddenCapture([(layer.module, layer.linears) for layer in captured])
         hooks.staging, runtime.forwards.capture = staging, hooks
     except Refused as refused:
         runtime.forwards.no_capture = str(refused)
@@ -679,7 +690,7 @@ def check_recording(runtime: Runtime, hidden: torch.Tensor) -> HiddenCapture:
 
 
 def _largest_recorded_tokens(per_request: int) -> int:
-    """``per_request``: tokens of a request in a decode step."""
+    """Most tokens of a recorded CUDA graph; ``per_request``: of a request in a decode step."""
     from sglang.srt.runtime_context import get_exec
 
     config = get_exec().graph.cuda_graph_config

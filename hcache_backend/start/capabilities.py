@@ -59,15 +59,18 @@ class Server:
 
     @property
     def on_gpu(self) -> bool:
+        """True if K and V are on a GPU, CUDA's or another."""
         return str(self.kvcache.device) != "cpu"
 
     @property
     def hybrid(self) -> bool:
+        """True if some layers keep sliding windows or recurrent states in pools of their own."""
         whole = getattr(self.runner, "token_to_kv_pool", None)
         return full_attention(whole) is not whole
 
     @property
     def attention(self) -> str:
+        """The name of the attention backend of prefills."""
         return str(self.runner.attn_backend.prefill_attention_backend_str)
 
     @property
@@ -84,6 +87,7 @@ class Server:
         return used if used in _WAITING or (used == "triton" and (windows or 0) > 0) else None
 
     def asks(self, option: str, value: object) -> bool:
+        """True if an option of ours has this value."""
         return bool(getattr(self.config, option) == value)
 
 
@@ -238,8 +242,8 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
 def refusal(capability: str, server: Server) -> str | None:
     """The reason why ``server`` cannot have a capability; None as far as its arguments tell."""
     for need in CAPABILITIES[capability]:
-        if found := need.has(server):
-            return need.reason.format(found)
+        if answer := need.has(server):
+            return need.reason.format(answer)
     return None
 
 
@@ -250,15 +254,15 @@ def refuse(capability: str, server: Server, reason: str | None = None) -> None:
         raise Refused(reason)
 
 
-def tell(runtime: Runtime) -> None:
+def log_unused(runtime: Runtime) -> None:
     """Log the capabilities that the server goes without, after the line about its host pool."""
     if unused := runtime.options.unused:
         listed = "; ".join(f"{what} ({reason})" for what, reason in unused.items())
         logger.info("hcache: not used: %s", listed)
-    count(runtime)
+    set_metrics(runtime)
 
 
-def count(runtime: Runtime) -> None:
+def set_metrics(runtime: Runtime) -> None:
     """Set the metric of each capability."""
     pages = runtime.pages
     has = {
@@ -285,17 +289,20 @@ def records_whole_prefills() -> bool:
 
 
 def _compiled(args: Any) -> bool:
+    """True if forward passes are compiled, so that hooks on modules do not run."""
     backends = _graphs().decode.backend, _graphs().prefill.backend
     return getattr(args, "enable_torch_compile", False) or "tc_piecewise" in backends
 
 
 def _graphs() -> Any:
+    """SGLang's configuration of CUDA graphs."""
     from sglang.srt.runtime_context import get_exec
 
     return get_exec().graph.cuda_graph_config
 
 
 def _unusual(server: Server) -> str | None:
+    """What a hybrid model cannot be combined with, if the server has it."""
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
     if server.args.speculative_algorithm is not None:
@@ -309,12 +316,14 @@ def _unusual(server: Server) -> str | None:
 
 
 def _pool_grows() -> bool:
+    """True if SGLang sizes its KV pool once more after CUDA graphs are recorded."""
     from sglang.srt.environ import envs
 
     return bool(envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get())
 
 
 def _other_allocator(allocator: Any) -> str | None:
+    """The name of the allocator's class if it is not SGLang's paged one."""
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
     return None if type(allocator) is PagedTokenToKVPoolAllocator else type(allocator).__name__

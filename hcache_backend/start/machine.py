@@ -41,11 +41,12 @@ def layer_methods(runtime: Runtime, kvcache: Any) -> Restore:
     profile, which only the first rank of the first stage finds. All ranks must ask first at the
     same point. The server stops if option ``partition`` or ``profile`` is wrong."""
     if runtime.pages.layer_methods is None:
-        runtime.pages.layer_methods = _choose(runtime, kvcache)
+        runtime.pages.layer_methods = _choose_methods(runtime, kvcache)
     return runtime.pages.layer_methods
 
 
-def _choose(runtime: Runtime, kvcache: Any) -> Restore:
+def _choose_methods(runtime: Runtime, kvcache: Any) -> Restore:
+    """:func:`layer_methods`, the first time; records the choice."""
     config, weights, runner = runtime.options.config, runtime.weights, runtime.runner
     assert config is not None and weights.present is not None
     args, stage = resolved(runner.server_args), attention_ranks()
@@ -54,8 +55,8 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
     row_bytes = page_plan.wanted_codec(config, runner).row_bytes
     kv_share = page_plan.encoded_share(server, int(args.pp_size))
     wanted = or_stop(lambda: fixed_partition(config, layers))
-    place = {"first_layer": kvcache.start_layer, "layers": layers}
-    key = weights.namespace_of(weights.present, any_ranks=True, kind="partition", **place)
+    stage_layers = {"first_layer": kvcache.start_layer, "layers": layers}
+    key = weights.namespace_of(weights.present, any_ranks=True, kind="partition", **stage_layers)
     name = record_name(key)
     ours = runtime.store is not None or args.hicache_storage_backend is None  # or may become so
     recorded = find_record(config.dirs, name) if ours and stage.is_first_rank else None
@@ -72,19 +73,19 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
     l3: L3Path = "overlapped" if refusal(EAGER, server) is None else "first"
     l3 = "none" if args.hicache_storage_backend is None else l3
     tokens = min(int(runner.model_config.context_len), size)
-    every_kv = Partition(0, 0, layers)
-    restore = Restore(profile, shape, every_kv, ranks, min(CHUNK_TOKENS, size))
+    all_kv = Partition(0, 0, layers)
+    restore = Restore(profile, shape, all_kv, ranks, min(CHUNK_TOKENS, size))
     if decision is None:
         kv_bytes = kv_share * page_plan.kv_bytes_per_token(kvcache)
         width = int(runner.model_config.hidden_size)
         layer = hidden_layer(int(kvcache.page_size), row_bytes, width)
-        given = page_plan.host_bytes(kvcache, args.hicache_size, args.hicache_ratio)
+        host_bytes = page_plan.host_bytes(kvcache, args.hicache_size, args.hicache_ratio)
 
         def leaves_room(partition: Partition) -> bool:
             """True if host memory holds enough tokens besides hidden states of the device's."""
-            host = page_plan.host_tokens(kvcache, layer, shard, kv_share, partition, given)
-            least = min(_LEAST_HOST_SHARE * size, given / kv_bytes)
-            return partition == every_kv or host >= least
+            tokens = page_plan.host_tokens(kvcache, layer, shard, kv_share, partition, host_bytes)
+            least = min(_LEAST_HOST_SHARE * size, host_bytes / kv_bytes)
+            return partition == all_kv or tokens >= least
 
         alone = ours and config.shared is None  # machines that share pages decide alike
         if alone and profile is not None and shape is not None:
@@ -94,14 +95,14 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
             smaller = layers * row_bytes < CLEARLY_LESS * kv_bytes
             smaller = smaller and (not alone or leaves_room(hidden))
             reason = "hidden states where they are smaller than K and V"
-            decision = (hidden if smaller else every_kv), reason
+            decision = (hidden if smaller else all_kv), reason
         logger.debug("hcache: partition: %s; %s", describe(decision[0]), decision[1])
     if recorded is None and ours:
         model = str(runner.model_config.model_path)
         chosen_for: dict[str, Any] = {"shape": shape, "tokens": tokens, "tp": ranks, "l3": l3}
         chosen_for |= {**asdict(decision[0]), "reason": decision[1]}
         record = PartitionRecord(model=model, **chosen_for)
-        settled = _recorded(runtime, name, record)
+        settled = _record(runtime, name, record)
         if settled != record:
             decision = known_partition(wanted, settled) or decision
     return replace(restore, partition=decision[0])
@@ -115,12 +116,12 @@ def _profile_of_all_ranks(runtime: Runtime, kvcache: Any, shape: ModelShape) -> 
     config, stages, stage = runtime.options.config, get_pp_group(), attention_ranks()
     assert config is not None
     first = stages.is_first_rank and stage.is_first_rank
-    found = or_stop(lambda: find_profile(runtime, config, kvcache, shape) if first else None)
-    profile: Profile | None = stages.all_gather_object(stage.all_gather_object(found)[0])[0]
+    local = or_stop(lambda: find_profile(runtime, config, kvcache, shape) if first else None)
+    profile: Profile | None = stages.all_gather_object(stage.all_gather_object(local)[0])[0]
     return profile
 
 
-def _recorded(runtime: Runtime, name: str, record: PartitionRecord) -> PartitionRecord:
+def _record(runtime: Runtime, name: str, record: PartitionRecord) -> PartitionRecord:
     """Record a choice; returns the store's. Without a store the attach, which names the folders,
     records it."""
     if runtime.store is None or runtime.options.config is None:
@@ -128,8 +129,8 @@ def _recorded(runtime: Runtime, name: str, record: PartitionRecord) -> Partition
         return record
     stage, dirs = attention_ranks(), runtime.options.config.dirs
     settled = settle(dirs, name, record) if stage.is_first_rank else None
-    found: PartitionRecord = stage.all_gather_object(settled)[0]
-    return found
+    agreed: PartitionRecord = stage.all_gather_object(settled)[0]
+    return agreed
 
 
 def fixed_partition(config: HCacheConfig, layers: int) -> Partition | None:
@@ -139,8 +140,8 @@ def fixed_partition(config: HCacheConfig, layers: int) -> Partition | None:
         return Partition(0, layers, 0) if config.mode == "hidden" else None
     partition = Partition(option.recompute, option.hidden, option.kv)
     if partition.layers != layers:
-        asked = f"hcache: option 'partition' is {option.model_dump()}"
-        raise ConfigError(f"{asked}: that is {partition.layers} layers, and the model has {layers}")
+        wrong = f"hcache: option 'partition' is {option.model_dump()}"
+        raise ConfigError(f"{wrong}: that is {partition.layers} layers, and the model has {layers}")
     return partition
 
 
@@ -176,7 +177,7 @@ def _fastest_partition(
 
 
 def settle(dirs: Sequence[Path], name: str, record: PartitionRecord) -> PartitionRecord:
-    """Write ``record``; returns the store's, because another server may have been faster."""
+    """Write ``record`` to the store; returns the store's: another server may have been faster."""
     try:
         save_record(dirs[0], name, record)
     except OSError as error:
@@ -222,6 +223,7 @@ def find_profile(
 def _measure(
     config: HCacheConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype
 ) -> Profile:
+    """Measure a quick profile of this machine, with the speed of L3 on one rank."""
     logger.debug("hcache: partition: measuring a quick profile of this machine")
     l3: Rate | None = None
     try:  # data-parallel groups measure at once, and would share the disk: one does, others learn
@@ -243,11 +245,11 @@ def model_shape(
     except ConfigError as error:
         logger.warning("hcache: partition: %s", error)
         return None
-    found = {"layers": int(kvcache.layer_num), "hidden_row_bytes": row_bytes}
-    found["element_bytes"] = runner.dtype.itemsize
-    found["kv_heads"] = shape.heads if shape.latent else runner.model_config.get_num_kv_heads(1)
-    found["kv_element_bytes"] = kvcache.dtype.itemsize
-    shape = shape.model_copy(update=found)
+    server = {"layers": int(kvcache.layer_num), "hidden_row_bytes": row_bytes}
+    server["element_bytes"] = runner.dtype.itemsize
+    server["kv_heads"] = shape.heads if shape.latent else runner.model_config.get_num_kv_heads(1)
+    server["kv_element_bytes"] = kvcache.dtype.itemsize
+    shape = shape.model_copy(update=server)
     rows = {"kv_row_bytes": round(kv_share * shape.kv_bytes)} if kv_share != 1.0 else {}
     if shape.packed:  # a row has more than values of one type
         rows["kv_row_bytes"] = planes_of(kvcache, 0)[0][0].nbytes
@@ -267,8 +269,8 @@ def judge_hits(runtime: Runtime, config: HCacheConfig, backend: str | None = Non
 
 
 def may_judge(runtime: Runtime, config: HCacheConfig) -> bool:
-    """Whether hits are judged and measured; until a gate is set every hit is read. Without host
-    pages of their own prefetches end in other ways than the gate can follow."""
+    """True if hits are judged and measured. Removes the gate; until another is set every hit is
+    read. Without host pages of their own prefetches end in other ways than the gate can follow."""
     runtime.hit_gate = None
     if refusal(JUDGING, Server(runtime.runner, config)) is not None:
         return False
@@ -294,7 +296,7 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
     groups = state.get_pp_group(), state.get_attn_tp_group(), state.get_attn_cp_group()
     try:
         if all(group.is_first_rank for group in groups):
-            measured = _measured(runtime, config)
+            measured = _profile_and_shape(runtime, config)
     except ConfigError as error:
         wrong = str(error)
     except Exception as error:  # pools of several kinds, for which there is no cost model
@@ -302,16 +304,17 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
     gathered = from_all_ranks((measured, wrong))
     for problem in filter(None, (problem for _, problem in gathered)):
         raise ConfigError(problem)
-    found = next(filter(None, (measured for measured, _ in gathered)), None)
-    if found is None:
+    first_measured = next(filter(None, (measured for measured, _ in gathered)), None)
+    if first_measured is None:
         return None
-    profile, shape = found
+    profile, shape = first_measured
     partition = methods.partition if methods is not None else Partition(0, 0, shape.layers)
     return Restore(profile, shape, partition, ranks)
 
 
-def _measured(runtime: Runtime, config: HCacheConfig) -> tuple[Profile, ModelShape] | None:
-    """Profile and shape. Raises ConfigError if option ``profile`` names no usable file."""
+def _profile_and_shape(runtime: Runtime, config: HCacheConfig) -> tuple[Profile, ModelShape] | None:
+    """The profile and the model's shape; None if there is no cost model for it. Raises ConfigError
+    if option ``profile`` names no usable file."""
     kvcache, kv_share, started = runtime.runner.token_to_kv_pool, 1.0, runtime.options.config
     if started is not None and runtime.pages.codec not in (None, "none"):
         stages = int(resolved(runtime.runner.server_args).pp_size)

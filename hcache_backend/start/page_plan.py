@@ -67,7 +67,7 @@ class PagePlan:
         return self.layout.ring_bytes
 
     def restored_layers(self, projector: Projector) -> list[RestoredLayer]:
-        """How each layer comes back."""
+        """The way in which each layer comes back, by layer."""
         restored = [RestoredLayer("recompute")] * len(self.layout.page.segment_bytes)
         for index in self.layout.kv.layers:
             restored[index] = self.layout.kv.restored_layer(index)
@@ -99,22 +99,28 @@ class HiddenPlan(PagePlan):
 
     @property
     def codec(self) -> Codec:
+        """The codec of hidden states."""
         assert self.layout.codec is not None
         return self.layout.codec
 
     @property
     def device_bytes(self) -> int:
-        taken = sum(each.nbytes for each in self.projection if each is not None)
-        return super().device_bytes + taken
+        projection_bytes = sum(part.nbytes for part in self.projection if part is not None)
+        return super().device_bytes + projection_bytes
 
     def restored_layers(self, projector: Projector) -> list[RestoredLayer]:
+        """The same; hidden states are decoded and projected to the pool."""
+
         def fill(
-            layer: AttentionLayer, _: range, segments: torch.Tensor, *where: torch.Tensor
+            layer: AttentionLayer,
+            _: range,
+            segments: torch.Tensor,
+            positions: torch.Tensor,
+            slots: torch.Tensor,
         ) -> None:
-            """:data:`.Fill`; ``where``: positions and slots."""
             rows, product = self.projection
             rows = self.codec.decode(segments.view(-1, self.codec.row_bytes), rows)
-            projector.project_to_pool(layer, rows, *where, product=product)
+            projector.project_to_pool(layer, rows, positions, slots, product=product)
 
         restored = super().restored_layers(projector)
         for layer in self.layout.hidden_layers:
@@ -153,11 +159,11 @@ def projection_memory(layout: Layout, codec: Codec, projector: Projector) -> Pro
     device = torch.device(layout.kvcache.device)
     if device.type != "cuda":
         return ProjectionMemory()
-    taken = partial(torch.empty, dtype=codec.dtype, device=device)
+    allocate = partial(torch.empty, dtype=codec.dtype, device=device)
     tokens = max(layout.methods.chunk_tokens, layout.page.page_size)
     try:
-        rows = None if codec.is_view else taken((tokens, codec.hidden_size))
-        return ProjectionMemory(rows, taken(tokens * projector.product_columns))
+        rows = None if codec.is_view else allocate((tokens, codec.hidden_size))
+        return ProjectionMemory(rows, allocate(tokens * projector.product_columns))
     except torch.OutOfMemoryError as error:
         raise Refused(f"no device memory for projections: {error}") from None
 
@@ -182,18 +188,19 @@ def namespace_fields(layout: Layout, runner: Any) -> dict[str, object]:
     return fields
 
 
-def make_exchange(what: str, rows: Sequence[torch.Tensor], page_size: int) -> Exchange | None:
+def make_exchange(what: str, must_agree: Sequence[torch.Tensor], page_size: int) -> Exchange | None:
     """The exchange of token shards between ranks, which all call it; None if pages are whole.
-    Refused on every rank if ``rows`` differ, or shards do not get across."""
+    Refused on every rank if ``must_agree``, which is ``what``, differs between them, or shards do
+    not get across."""
     ranks = attention_ranks()
     number, shards = shard_of_rank(ranks.rank_in_group, ranks.world_size, page_size)
     if shards == 1:
         return None
-    device = rows[0].device
+    device = must_agree[0].device
     first = ranks.rank_in_group - number
     exchange = Exchange.between(ranks.ranks[first : first + shards], device)
     problem = exchange.check(device)
-    flat = torch.cat([each.flatten() for each in rows]).view(torch.uint8).cpu().numpy()
+    flat = torch.cat([each.flatten() for each in must_agree]).view(torch.uint8).cpu().numpy()
     gathered = ranks.all_gather_object((problem, xxhash.xxh3_64_intdigest(flat.data)))
     problem = first_problem(problem for problem, _ in gathered)
     if problem is None and len({digest for _, digest in gathered}) > 1:
@@ -212,17 +219,17 @@ def page_plugin(config: HCacheConfig) -> Krul | None:
     return Krul(config.krul)
 
 
-def asked_codec(config: HCacheConfig, dtype: torch.dtype) -> str:
+def codec_of_option(config: HCacheConfig, dtype: torch.dtype) -> str:
     """The codec that option ``codec`` means for values of ``dtype``."""
-    asked, smallest = config.codec, "exp3" if dtype == torch.bfloat16 else "none"
-    return smallest if asked == "auto" else asked
+    smallest = "exp3" if dtype == torch.bfloat16 else "none"
+    return smallest if config.codec == "auto" else config.codec
 
 
 def wanted_codec(config: HCacheConfig, runner: Any) -> Codec:
     """The codec of hidden states; the self-check finds out later if it serves this model."""
     width, dtype = runner.model_config.hidden_size, runner.dtype
     try:
-        return make_codec(asked_codec(config, dtype), width, dtype)
+        return make_codec(codec_of_option(config, dtype), width, dtype)
     except UnsupportedRows:
         return make_codec("none", width, dtype)
 
@@ -250,16 +257,16 @@ def encoded_share(server: Server, stages: int) -> float:
 def _encoding_segments(server: Server, shard: Shard, groups: int, stages: int) -> KVSegments:
     """K and V of all layers by option ``codec``; raises UnsupportedRows."""
     config, kvcache = server.config, server.kvcache
-    codec = asked_codec(config, planes_of(kvcache, 0)[0].dtype)
+    codec = codec_of_option(config, planes_of(kvcache, 0)[0].dtype)
     if codec != "none" and stages > 1:  # a stage cannot tell the others what it could not keep
         raise UnsupportedRows(f"codec {codec!r} takes no K and V of pipeline stages")
     plugin, drafts = page_plugin(config), packed_drafts(server.runner)
     if plugin is not None and drafts:
         raise UnsupportedRows(f"codec {codec!r} takes no draft layers")
-    every = kvcache, range(kvcache.layer_num), kvcache.page_size
+    layers, size = range(kvcache.layer_num), kvcache.page_size
     if plugin is not None:
-        return plugin.segments(*every, groups // shard.of)
-    return KVSegments(*every, shard, groups, codec, drafts)
+        return plugin.segments(kvcache, layers, size, groups // shard.of)
+    return KVSegments(kvcache, layers, size, shard, groups, codec, drafts)
 
 
 def choose_codec(
@@ -267,7 +274,7 @@ def choose_codec(
 ) -> Codec:
     """The wanted codec of hidden states if all ranks of ``group`` can use it, or the exact one."""
     rows = observed.hidden[0]
-    wanted = asked_codec(config, rows.dtype)
+    wanted = codec_of_option(config, rows.dtype)
     try:
         return all_or_none((group,), lambda: _checked_codec(wanted, observed, projector))
     except Refused as refused:
@@ -286,11 +293,11 @@ def _checked_codec(name: str, observed: ObservedPass, projector: Projector) -> C
     fits = torch.ones(len(observed.positions), dtype=torch.bool, device=observed.positions.device)
 
     def problem_of(layer: AttentionLayer, hidden: torch.Tensor) -> str | None:
-        encoded, ok = codec.encode(hidden)
-        fits.logical_and_(ok)
-        # Rows that are not ok are not stored, so they cannot come back wrong.
-        back = torch.where(ok[:, None], codec.decode(encoded), hidden)
-        return observed.problem(layer, back, projector, codec.name)
+        encoded, encodable = codec.encode(hidden)
+        fits.logical_and_(encodable)
+        # Rows that are not encodable are not stored, so they cannot come back wrong.
+        decoded = torch.where(encodable[:, None], codec.decode(encoded), hidden)
+        return observed.layer_problem(layer, decoded, projector, codec.name)
 
     problem = first_problem(map(problem_of, observed.layers, observed.hidden))
     if problem is not None:
@@ -312,9 +319,11 @@ def kv_bytes_per_token(kvcache: Any) -> int:
     """Bytes of K and V, or of latents and index keys, of one token, all layers of this rank."""
     layers = range(kvcache.layer_num)
     keys = (index_keys_of(kvcache, layer) for layer in layers)
-    of_indexer = sum(pages[0].nbytes // kvcache.page_size for pages in keys if pages is not None)
+    index_key_bytes = sum(
+        pages[0].nbytes // kvcache.page_size for pages in keys if pages is not None
+    )
     planes = (plane for layer in layers for plane in planes_of(kvcache, layer))
-    return of_indexer + sum(plane[0].nbytes for plane in planes)
+    return index_key_bytes + sum(plane[0].nbytes for plane in planes)
 
 
 def host_bytes(kvcache: Any, size_gb: float, ratio: float) -> float:
@@ -346,30 +355,30 @@ def plan_host_pages(
     """Divide HiCache's host memory into pages and shadows; raises Refused if it is too little, or
     more than ``budget_bytes``. Without ``size_gb`` (0) ``ratio`` counts."""
     shadows = int(kvcache.k_buffer[0].shape[0]) // layout.page_size if with_shadows else 0
-    given = host_bytes(kvcache, size_gb, ratio)
+    wanted_bytes = host_bytes(kvcache, size_gb, ratio)
     option = f"--hicache-size {size_gb} (GB)" if size_gb > 0 else f"--hicache-ratio {ratio}"
 
-    def named(size: float, more: int) -> str:
+    def option_for(size: float, more: int) -> str:
         """The option for ``size`` bytes, or the next larger value (``more``: 1)."""
         if size_gb > 0:
             return f"--hicache-size {int(size // 1e9) + more}"
         hundredths = int(100 * size / kvcache.size / kv_bytes_per_token(kvcache)) + more
         return f"--hicache-ratio {hundredths / 100:.2f}"
 
-    host = int(given // layout.stride) - shadows
+    host = int(wanted_bytes // layout.stride) - shadows
     if host < 1:
-        there, taken = _gigabytes(given, max(1, shadows) * layout.stride)
+        size, least = _gigabytes(wanted_bytes, max(1, shadows) * layout.stride)
         whose = "the hidden states of the tokens on the device alone take"
         raise Refused(
-            f"{option} gives {there} GB of host memory, and "
-            f"{whose if shadows else 'one page takes'} {taken} GB; "
-            f"{named((shadows + 1) * layout.stride, 1)} is the least that will do"
+            f"{option} gives {size} GB of host memory, and "
+            f"{whose if shadows else 'one page takes'} {least} GB; "
+            f"{option_for((shadows + 1) * layout.stride, 1)} is the least that will do"
         )
-    if given > budget_bytes:
-        wanted, there = _gigabytes(given, budget_bytes)
+    if wanted_bytes > budget_bytes:
+        wanted, available = _gigabytes(wanted_bytes, budget_bytes)
         raise Refused(
-            f"{option} asks for {wanted} GB of host memory and {there} GB are there; "
-            f"{named(budget_bytes, 0)} is the most that fits"
+            f"{option} asks for {wanted} GB of host memory and {available} GB are there; "
+            f"{option_for(budget_bytes, 0)} is the most that fits"
         )
     return HostPages(host, shadows)
 
@@ -408,9 +417,9 @@ def take_staging(
         capacity = two_steps
     wanted = Staging.bytes_for(layers, row_bytes, capacity)
     if wanted > free * _STAGING_SHARE:
-        took, left = _gigabytes(wanted, free)
+        size, room = _gigabytes(wanted, free)
         raise Refused(
-            f"staging of {capacity} tokens takes {took} GB of the {left} GB of device memory that "
+            f"staging of {capacity} tokens takes {size} GB of the {room} GB of device memory that "
             f"SGLang left, more than 1/{round(1 / _STAGING_SHARE)} (a lower --mem-fraction-static "
             "leaves more; a smaller --chunked-prefill-size or largest CUDA graph wants less)"
         )

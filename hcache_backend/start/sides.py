@@ -23,10 +23,10 @@ _HYBRID: dict[type, type[assembler.StackStrategy]] = {
 }
 
 
-def strategy_of(kvcache: Any, *, own: bool = False) -> assembler.StackStrategy:
+def strategy_of(kvcache: Any, *, own_pages: bool = False) -> assembler.StackStrategy:
     """SGLang's strategy for a KV pool of a class of models that can have own pages. An indexer's
-    keys (DSA) are in ``own`` pages, and otherwise in a side pool."""
-    if type(kvcache) is DSATokenToKVPool and not own:
+    keys (DSA) are in ``own_pages`` pages, and otherwise in a side pool."""
+    if type(kvcache) is DSATokenToKVPool and not own_pages:
         return assembler._DsaStrategy()
     return _HYBRID.get(type(kvcache), assembler._PlainKvStrategy)()
 
@@ -46,13 +46,13 @@ def with_our_pool(
 ) -> Iterator[None]:
     """Within the block SGLang's strategies take ``host_pool`` for ``device_pool``, and get their
     controller from ``controller``. They build side pools as ever."""
-    kept = assembler.build_kv_host_pool, assembler.HybridCacheController
+    original = assembler.build_kv_host_pool, assembler.HybridCacheController
 
     def build(*, kv_pool: Any, **others: Any) -> Any:
-        return host_pool if kv_pool is device_pool else kept[0](kv_pool=kv_pool, **others)
+        return host_pool if kv_pool is device_pool else original[0](kv_pool=kv_pool, **others)
 
     assembler.build_kv_host_pool, assembler.HybridCacheController = build, controller
     try:
         yield
     finally:
-        assembler.build_kv_host_pool, assembler.HybridCacheController = kept
+        assembler.build_kv_host_pool, assembler.HybridCacheController = original

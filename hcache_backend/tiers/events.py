@@ -11,7 +11,7 @@ from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, Stora
 from sglang.srt.mem_cache.utils import hash_str_to_int64
 
 from hcache_backend import metrics
-from hcache_backend.prefetch.reservations import runs
+from hcache_backend.prefetch.reservations import consecutive_runs
 
 _MOST_PAGES = 100_000  # whose events wait for SGLang; those of further ones are dropped
 
@@ -32,7 +32,8 @@ class L3Events:
         that are ``present`` now."""
         hashes = [hash_str_to_int64(key) for key in keys]
         parent = hash_str_to_int64(prefix[-1]) if prefix else None
-        for run in runs([number for number, is_present in enumerate(present) if is_present]):
+        present_numbers = [number for number, is_present in enumerate(present) if is_present]
+        for run in consecutive_runs(present_numbers):
             event = BlockStored(
                 block_hashes=hashes[run.start : run.stop],
                 parent_block_hash=hashes[run.start - 1] if run.start else parent,

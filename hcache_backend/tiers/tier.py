@@ -425,7 +425,7 @@ class Tiered(Tier):
         count = sum(number < end for number in verified) if pages.part == 0 else 0
         tokens = count * pages.pool.host_pool.page_size
         seconds, gave_up = time.monotonic() - start, "reads" in self._shared.failing
-        self._l3.came_from_shared(tokens, seconds, gave_up=gave_up)
+        self._l3.add_shared_read(tokens, seconds, gave_up=gave_up)
         if verified:
             kept = pages.pick(verified)._replace(prefix=[*pages.prefix, *pages.keys[: verified[0]]])
             self._shared.keep_in(kept, [memory[number] for number in verified], self.local)

@@ -222,7 +222,7 @@ def _watch_work(trace: Trace) -> None:
         trace.costs(len(positions) * share * trace.settings.compute_seconds)
         return original(recomputer, layers, positions, *others)
 
-    def agreed(original: Any, gate: Any, ended: Any, stalled: bool) -> Any:
+    def apply_verdicts(original: Any, gate: Any, ended: Any, stalled: bool) -> Any:
         if ended:
             trace.say(f"gate: ends the prefetch of {', '.join(one.request_id for one in ended)}")
         if stalled:
@@ -247,7 +247,7 @@ def _watch_work(trace: Trace) -> None:
     around(OwnPagesController, "_page_get_zero_copy", read)
     around(RestorePipeline, "start", start)
     around(Recomputer, "recompute", run)
-    around(HitGate, "agreed", agreed)
+    around(HitGate, "apply_verdicts", apply_verdicts)
     around(SharedBackend, "get", hang)
 
 
@@ -390,7 +390,7 @@ AFTER: dict[str, dict[str, Any]] = {
         ),
     },
     "hcache_backend.prefetch.gate:HitGate": {
-        "takes": lambda taken, gate, asked, tokens, *_, **__: (
+        "tokens_to_read": lambda taken, gate, asked, tokens, *_, **__: (
             f"gate: {f'takes {taken} of' if taken else 'refuses'} {tokens} tokens of "
             f"{asked.request_id}"
         ),

@@ -222,7 +222,7 @@ def test_rounds_with_poisoned_buffers_and_late_streams(device: str, rounds: int)
         engine.finish()
         assert torch.equal(engine.stored(target), hidden.cpu())
         assert_sound_arena(engine.arena)
-        assert len(engine.pipeline.finished()) == 1
+        assert len(engine.pipeline.take_finished()) == 1
     if device == "cuda":
         assert torch.cuda.memory_allocated() <= memory
 

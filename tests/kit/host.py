@@ -216,13 +216,13 @@ def checked(server: Host, every: int = 1) -> tuple[KVChecks, list[str]]:
     lost: list[str] = []
     weights: Any = SimpleNamespace(begin_quarantine=lost.append, quarantine=None)
     checks, pool = KVChecks(weights, server.pool, every, server.kv), server.pool
-    pool.on_freed.append(checks.freed)
-    pool.on_backed_up.append(checks.transferred)
-    pool.on_loaded.append(checks.transferred)
+    pool.on_freed.append(checks.on_freed)
+    pool.on_backed_up.append(checks.on_transfer)
+    pool.on_loaded.append(checks.on_transfer)
     return checks, lost
 
 
 def compare_all(checks: KVChecks) -> None:
-    for _ in range(1 + sum(len(page.left) for page in checks._waiting)):
+    for _ in range(1 + sum(len(page.remaining) for page in checks._waiting)):
         turn_of_checks(checks)
     assert checks.failed or not checks._waiting

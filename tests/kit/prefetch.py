@@ -38,11 +38,11 @@ class Operation:
     @property
     def meeting(self) -> Any:
         """Where its front and its back meet, if it is read from the back."""
-        return self.prefetches.of(self).meeting
+        return self.prefetches.prefetch_of(self).meeting
 
     @meeting.setter
     def meeting(self, meeting: Meeting | None) -> None:
-        prefetch = self.prefetches.of(self)
+        prefetch = self.prefetches.prefetch_of(self)
         prefetch.meeting, prefetch.token_ids = meeting, np.array(self.token_ids)
 
     def is_terminated(self) -> bool:

@@ -28,7 +28,7 @@ def turn_of(part: Any, cache: Any, reduce: Reduce = alone) -> None:
     """A turn of a controller, or of eager loads."""
     turn = Turn(cache)
     if hasattr(cache, "ongoing_prefetch"):
-        cache.ongoing_prefetch = Operation.prefetches.watched(cache.ongoing_prefetch)
+        cache.ongoing_prefetch = Operation.prefetches.watch(cache.ongoing_prefetch)
     if hasattr(part, "node_backups"):
         propose_turn(part, turn)
         turn.agree(reduce)

@@ -36,12 +36,12 @@ UNIT = {
         "krul/plugin.py:_ask_next forwards.keep(keys)",
     ],
     "eager": [
-        "prefetch/reservations.py:until_written restore.wait()",
+        "prefetch/reservations.py:wait_until_written restore.wait()",
         "restore/report.py:wait current_stream(self.device).wait(event)",
     ],
     "eager, behind what was restored ahead": ["restore/pipeline.py:_recompute forward.wait(event)"],
     "eager, encoded": [
-        "prefetch/reservations.py:until_written restore.wait()",
+        "prefetch/reservations.py:wait_until_written restore.wait()",
         "restore/pipeline.py:start stream.keep(tensor)",
         "restore/report.py:wait current_stream(self.device).wait(event)",
     ],
@@ -83,7 +83,7 @@ IN_PROCESS = {
     "stream.wait(streams.current_stream(self.device).record())": Report(
         "eager", "hcache copy reads what schedule writes"
     ),
-    "prefetch/eager_loads.py:_begin controller.after_forwards(self._stream)": Report(
+    "prefetch/eager_loads.py:_reserve controller.after_forwards(self._stream)": Report(
         "eager", "hcache copy writes what forward writes"
     ),
 }

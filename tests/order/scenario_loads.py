@@ -81,8 +81,8 @@ class Loading:
     def _recompute(self, prefetch: Hashable, page: int) -> None:
         """Likewise: a slice of one page."""
         pages = range(page, page + 1)
-        slots, before = self.eager.slots(prefetch, pages)
-        slots = slots.clone()  # nobody else keeps them
+        slots = self.eager.slots(prefetch, pages).clone()  # nobody else keeps them
+        before = self.eager.slots(prefetch, range(page))
         prefix = torch.cat((self.before_prefetch, before))
         span = TokenSpan(np.arange(len(prefix), len(prefix) + len(slots)), prefix)
         recompute = self.queue.recompute_pages(span, slots)
@@ -91,7 +91,7 @@ class Loading:
         restore = self.pipeline.start_recomputation(rows.taken_from(recompute))
         save = partial(self._save, self.eager.host_pages(prefetch, pages), slots, rows)
         restore.save_recomputed(self.saving, slots, save)
-        self.eager.recomputed(prefetch, pages, restore)
+        self.eager.mark_recomputed(prefetch, pages, restore)
 
     def _save(
         self, host_pages: npt.NDArray[np.int64], slots: torch.Tensor, rows: RecomputedRows
@@ -135,7 +135,7 @@ class Loading:
     def arrived(self, prefetch: Hashable, pages: int, start: int = 0, front: int = 0) -> None:
         """Some pages of a prefetch are there, beside a forward pass over other tokens. Two behind
         its ``front`` are recomputed if it is read from the back."""
-        self.eager.restore_arrived(prefetch, pages, start)
+        self.eager.restore_arrived(prefetch, range(start, pages))
         for page in range(front, min(front + 2, start)):
             self._recompute(prefetch, page)
         self.forward(1)
@@ -230,7 +230,7 @@ def eager_behind_what_was_restored_ahead(checker: Checker) -> None:
     handed out: for a load that no forward pass has waited for."""
     with checked(checker, Partition(0, 0, 3)) as loading:
         loading.begin("handed out", range(4, 8))
-        loading.eager.restore_arrived("handed out", 4)
+        loading.eager.restore_arrived("handed out", range(4))
         load = loading.plan(range(4, 8), loading.before_prefetch)
         load.prepared = loading.eager.hand_out(load.host_pages)
         assert load.prepared is not None

@@ -194,7 +194,7 @@ def restores(
                 [pipeline.start(pages, slots, pool.recomputation(recomputed, slots))]
             )
         engine.forward(slots, done)
-        pipeline.finished()
+        pipeline.take_finished()
 
 
 class Exchange:

@@ -40,7 +40,7 @@ def test_of_every_edge_it_is_known_what_is_reported_without_it() -> None:
 def test_a_freed_host_page_is_not_written_before_the_device_is_done_with_it(
     scenario: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reservations, "_until_copied", lambda restore: None)
+    monkeypatch.setattr(reservations, "_wait_until_copied", lambda restore: None)
     checker = Checker()
     run(SCENARIOS[scenario], checker)
     assert what in {finding.what for finding in checker.findings}
@@ -49,7 +49,7 @@ def test_a_freed_host_page_is_not_written_before_the_device_is_done_with_it(
 def test_pages_are_not_recomputed_before_those_restored_ahead_are_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(RestorePipeline, "handed_out", lambda pipeline: None)
+    monkeypatch.setattr(RestorePipeline, "mark_handed_out", lambda pipeline: None)
     checker = Checker()
     run(SCENARIOS["eager, behind what was restored ahead"], checker)
     assert "forward reads what hcache copy writes" in {f.what for f in checker.findings}

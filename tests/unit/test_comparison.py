@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hcache_backend.checks.comparison import (
-    difference,
-    equal,
+    compare_projection,
+    difference_problem,
     first_problem,
-    of_kv,
-    projected,
-    projected_difference,
+    kv_differences,
+    projection_problem,
+    rows_equal,
 )
 from hcache_backend.projection.attention import ProjectionFailed
 
@@ -24,9 +24,9 @@ def test_rows_that_a_codec_cannot_hold_do_not_count() -> None:
     want = torch.arange(6).view(3, 2)
     got = want.clone()
     got[1, 0] += 1
-    assert equal(want, want) and not equal(got, want)
-    assert equal(got, want, torch.tensor([True, False, True]))
-    assert not equal(got, want, torch.tensor([False, True, True]))
+    assert rows_equal(want, want) and not rows_equal(got, want)
+    assert rows_equal(got, want, torch.tensor([True, False, True]))
+    assert not rows_equal(got, want, torch.tensor([False, True, True]))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_rows_that_a_codec_cannot_hold_do_not_count() -> None:
     ],
 )
 def test_k_and_v_differ_by_no_more_than_allowed(found: list[float], said: str | None) -> None:
-    assert difference("{} is off", found, 0.02) == said
+    assert difference_problem("{} is off", found, 0.02) == said
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,9 @@ def test_a_codec_may_add_its_loss_to_that_of_rounding(
 ) -> None:
     want = (torch.randn(8, 2, 4), torch.randn(8, 2, 4))
     for share, fine in ((0.95, True), (1.05, False)):
-        off = of_kv((want[0], want[1] * (1 + share * allowed)), want).tolist()
+        off = kv_differences((want[0], want[1] * (1 + share * allowed)), want).tolist()
         assert off == [0.0, pytest.approx(share * allowed, rel=1e-3)]
-        problem = projected_difference(LAYER, off, kept, codec)
+        problem = projection_problem(LAYER, off, kept, codec)
         assert problem is None if fine else "projected V of layers.0 differs" in str(problem)
 
 
@@ -79,13 +79,13 @@ def failing(error: Exception) -> Any:
 )
 def test_a_layer_that_cannot_be_projected_is_a_problem(error: Exception, said: str) -> None:
     rows, projector = torch.zeros(1, 4), failing(error)
-    assert projected(LAYER, rows, rows, rows, projector) == said
+    assert compare_projection(LAYER, rows, rows, rows, projector) == said
 
 
 def test_too_little_memory_says_nothing_of_a_layer() -> None:
     rows, projector = torch.zeros(1, 4), failing(torch.OutOfMemoryError("none left"))
     with pytest.raises(torch.OutOfMemoryError):
-        projected(LAYER, rows, rows, rows, projector)
+        compare_projection(LAYER, rows, rows, rows, projector)
 
 
 def test_all_layers_are_looked_at_before_the_first_problem_is_told() -> None:

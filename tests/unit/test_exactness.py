@@ -10,9 +10,9 @@ from hcache_backend.projection.exactness import (
     TOLERANCE,
     Bound,
     Exactness,
+    combined,
     kv_exactness,
-    together,
-    worst,
+    worst_of,
 )
 from hcache_kernels.codecs import CODECS, SEGMENT_CODECS
 
@@ -129,9 +129,9 @@ def test_comparisons_add_up_and_the_worst_is_found() -> None:
     k = torch.ones(2, 1, 8)
     one = kv_exactness((k, k), (k, k), torch.float32)
     two = kv_exactness((k + 1, k), (k, k), torch.float32)
-    assert together([one, two]).k.values == 32
-    assert together([one, two]).k.unequal == worst([one, two]).k.unequal == 16
-    assert worst([one, two]).k.values == 16
+    assert combined([one, two]).k.values == 32
+    assert combined([one, two]).k.unequal == worst_of([one, two]).k.unequal == 16
+    assert worst_of([one, two]).k.values == 16
     assert str(one) == "K 100% equal, 0 ulp, V 100% equal, 0 ulp"
     assert str(SOME) == "99% equal, 6 ulp"
 

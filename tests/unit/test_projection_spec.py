@@ -13,7 +13,7 @@ from hcache_backend.projection.search import (
     LESS_EXACT,
     Evidence,
     NoSpec,
-    dependence,
+    dependence_problem,
     find_spec,
     gather_evidence,
     spec_exactness,
@@ -219,11 +219,11 @@ def test_what_no_spec_says_is_left_to_the_module(name: str) -> None:
 
 def test_a_rope_that_is_switched_by_other_tokens_rules_out_restoring_at_all() -> None:
     layer = layer_of(Attention(rope=SwitchingRope(by_batch=True)))
-    problem = dependence(layer, evidence_of(layer))
+    problem = dependence_problem(layer, evidence_of(layer))
     assert problem is not None
     assert problem.startswith("K of layers.0.attn at positions 0..47 changes")
     by_token = layer_of(Attention(rope=SwitchingRope(by_batch=False)))
-    assert dependence(by_token, evidence_of(by_token)) is None
+    assert dependence_problem(by_token, evidence_of(by_token)) is None
 
 
 def wrong_specs(right: LayerSpec, module: Attention) -> dict[str, LayerSpec]:

@@ -54,7 +54,7 @@ def test_weights_that_stand_at_an_odd_byte_have_the_same_digest() -> None:
 
 
 def test_a_layer_without_linear_modules_has_no_spec(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_watch", lambda *_: [])
+    monkeypatch.setattr(search, "_fed_modules", lambda *_: [])
     sample = SimpleNamespace(k=torch.zeros(2, 1, 8), v=torch.zeros(2, 1, 8))
     evidence: Any = SimpleNamespace(samples=[sample])
     with pytest.raises(search.NoSpec, match="no linear module gives heads of 8"):

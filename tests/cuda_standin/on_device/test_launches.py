@@ -280,8 +280,8 @@ def test_an_eager_hit_launches_eight_times_at_most(codec: str, from_back: bool) 
     taken, eager, _ = eager_hit(server)
     with launches() as seen:
         for page in range(1, HIT + 1):
-            there = (HIT, HIT - page) if from_back else (page, 0)
-            eager.restore_arrived("prefetch", *there)
+            arrived = range(HIT - page, HIT) if from_back else range(page)
+            eager.restore_arrived("prefetch", arrived)
     assert 1 <= len(seen) <= 8, seen
     handed = eager.hand_out(np.arange(HIT))
     assert handed is not None and handed.ready.all()
@@ -327,7 +327,7 @@ def test_a_restore_that_raises_ends_behind_its_launches_and_the_next_one_is_righ
         patched.setattr(Exp4, "decode_launch", fails)
         with pytest.raises(RuntimeError, match="no launch"):
             server.pipeline.start(host_pages, taken, ahead=True)
-    restore = server.pipeline.abandoned(len(taken))
+    restore = server.pipeline.failed_restore(len(taken))
     assert restore.failed is not None and not restore.copied.query()
     restore.synchronize()
     assert restore.copied.query()
@@ -339,7 +339,7 @@ def test_pages_before_a_front_do_not_wait_for_others() -> None:
     """The front and the back have met: no further page comes."""
     _, eager, launched = eager_hit(Server("none"))
     for start, met in ((13, False), (12, False), (11, False), (10, True)):
-        eager.restore_arrived("prefetch", HIT, start, last=met)
+        eager.restore_arrived("prefetch", range(start, HIT), last=met)
     assert launched == [4, 2]
 
 

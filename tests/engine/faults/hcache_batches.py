@@ -32,9 +32,9 @@ def keep_in_step(active: Callable[[], bool]) -> None:
         turns += 1
 
     def unseen(operation: Any, report: Any) -> bool:
-        meeting = current().prefetches.of(operation).meeting
+        meeting = current().prefetches.prefetch_of(operation).meeting
         if meeting is not None:
-            return meeting.here.start > report.start or not meeting.here.stop
+            return meeting.back.start > report.start or not meeting.back.stop
         # Other ranks may know of fewer pages: the report has then become that number.
         return bool(operation.completed_tokens < report.completed_tokens)
 

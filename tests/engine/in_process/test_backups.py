@@ -172,7 +172,7 @@ class Checks:
         assert self.machine.forward(slots(page), rows=rows)
         self.machine.settle()
         self.machine.capture.back_up(np.array(slots(page)), np.array([page]))
-        self.checks.transferred(np.array([page]), torch.tensor(slots(page)))
+        self.checks.on_transfer(np.array([page]), torch.tensor(slots(page)))
 
     def read(self) -> None:
         self.machine.capture.transfers().synchronize()

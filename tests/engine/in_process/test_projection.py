@@ -99,12 +99,12 @@ def test_a_spec_fills_the_pool_as_the_engine_does(
     projector = projectors[0]
     projector.specs = [None, spec]
     observed = ObservedPass((layer, layer), (hidden, hidden), slots, positions, positions)
-    written = observed.written(layer, projector, [None])
-    assert written.as_good_as(evidence.own, Bound.of_product(dtype))
+    written = observed.write_exactness(layer, projector, [None])
+    assert written.as_good_as(evidence.of_module, Bound.of_product(dtype))
     wrong = replace(spec, k=spec.v, v=spec.k, fused=False)
     projector.specs = [None, wrong]
-    written = observed.written(layer, projector, [None])
-    assert not written.as_good_as(evidence.own, Bound.of_product(dtype))
+    written = observed.write_exactness(layer, projector, [None])
+    assert not written.as_good_as(evidence.of_module, Bound.of_product(dtype))
 
 
 def test_scales_that_are_no_numbers_are_left_to_the_engine() -> None:

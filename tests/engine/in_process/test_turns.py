@@ -102,7 +102,7 @@ class Rank:
         self.scene = Scene(need_sort=False)
         self.eager = self.scene.loads(
             SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, in_seconds=True),
-            {"start": self._start, "abandoned": self._abandoned},
+            {"start": self._start, "failed_restore": self._failed_restore},
             pool={
                 "size": 8 * SIZE,
                 "usable": lambda pages: True,
@@ -131,7 +131,7 @@ class Rank:
             raise self.problem
         return self.scene._launch(ahead=ahead)
 
-    def _abandoned(self, tokens: int) -> Restore:
+    def _failed_restore(self, tokens: int) -> Restore:
         restore = self.scene._launch(ahead=True)
         restore.failed = self.problem
         return restore

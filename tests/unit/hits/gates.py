@@ -25,7 +25,7 @@ class Gate(HitGate):
 
 def computing_a_thousand_a_second(gate: Gate) -> Gate:
     for _ in range(3):
-        gate.prefilled(1000, 0, 0, 1.0)
+        gate.batch_ended(1000, 0, 0, 1.0)
     return gate
 
 
@@ -50,7 +50,7 @@ def read(gate: Gate, seconds: float, tokens: int = 1000, times: int = 1) -> None
     """L3 brought ``tokens`` tokens in ``seconds``, so many times."""
     for _ in range(times):
         with reading(gate, "earlier", tokens):
-            gate.l3.arrived(tokens)
+            gate.l3.part_arrived(tokens)
             gate.now += seconds
 
 
@@ -67,7 +67,7 @@ def judged(
 ) -> int:
     """A request asks for a hit: the number of its tokens that are read."""
     assert gate.may_ask(name, prefix, recomputing)
-    return gate.takes(named(gate, name), tokens, tokens + rest, shared, parts=parts)
+    return gate.tokens_to_read(named(gate, name), tokens, tokens + rest, shared, parts=parts)
 
 
 def takes(gate: Gate, name: str, tokens: int = 1000, **others: Any) -> bool:
@@ -81,10 +81,10 @@ def refused(gate: Gate, name: str) -> bool:
 def turn(gate: Gate, *running: Prefetch) -> list[str]:
     """One turn of a single rank; whose prefetches end."""
     for one in {*gate.prefetches.waiting.values()} - {*running}:
-        gate.prefetches.over(one)
-    *ends, stalled = gate.to_end(running[:_JUDGED])
+        gate.prefetches.mark_over(one)
+    *ends, stalled = gate.verdicts_on(running[:_JUDGED])
     ended = [*compress(running, ends), *(running[_JUDGED:] if stalled else ())]
-    gate.agreed(ended, stalled)
+    gate.apply_verdicts(ended, stalled)
     return [one.request_id for one in ended]
 
 

@@ -57,7 +57,7 @@ def test_an_estimate_follows_what_was_measured(
 ) -> None:
     known = Estimate(a_thousand_a_second, in_seconds=True)
     for tokens, taken in measured:
-        known.measured(tokens, 0, taken)
+        known.add_time(tokens, 0, taken)
     for tokens, expected in seconds.items():
         assert known.seconds(tokens) == pytest.approx(expected)
         assert known.slowdown(tokens) == pytest.approx(expected / tokens * 1000)
@@ -66,31 +66,31 @@ def test_an_estimate_follows_what_was_measured(
 def test_a_curve_that_is_in_no_seconds_gives_none_and_no_slowdown() -> None:
     unknown = Estimate(a_thousand_a_second, in_seconds=False)
     assert (unknown.seconds(0), unknown.seconds(500)) == (0.0, None)
-    unknown.measured(1000, 0, 3.0)
+    unknown.add_time(1000, 0, 3.0)
     assert unknown.slowdown(1000) == 1.0
 
 
 def test_an_operation_that_costs_nothing_by_its_curve_can_be_measured() -> None:
     free = Estimate(lambda tokens, prefix: 0.0, in_seconds=True)
-    free.measured(1000, 0, 0.1)
+    free.add_time(1000, 0, 0.1)
     assert free.seconds(1000) == 0.0
     costs = Estimates(Free())  # type: ignore[arg-type]
-    costs.measured_restore(1000, 0.1)
-    assert costs.loaded(1000) == 0.0 and costs.restored.seconds(1000) == pytest.approx(0.1)
+    costs.add_restore(1000, 0.1)
+    assert costs.seconds_to_load(1000) == 0.0 and costs.restored.seconds(1000) == pytest.approx(0.1)
 
 
 def test_without_a_machine_only_growth_is_known() -> None:
     costs = Estimates(None)
     hit = Hit(tokens=1000, prefix=0, rest=100)
     assert saved(costs, hit) is None
-    assert costs.loaded(1000) == 0
+    assert costs.seconds_to_load(1000) == 0
     for _ in range(2):
-        costs.load.measured(1000, 0, 9.0)
-    assert costs.loaded(1000) == 9.0
-    costs.measured_restore(0, 0.1)  # a load of pages that were all restored
-    costs.measured_restore(1000, 0.5)  # the batches were slow for another reason
-    assert costs.loaded(1000) == 0.5
-    costs.prefill.measured(500, 0, 1.0)
+        costs.load.add_time(1000, 0, 9.0)
+    assert costs.seconds_to_load(1000) == 9.0
+    costs.add_restore(0, 0.1)  # a load of pages that were all restored
+    costs.add_restore(1000, 0.5)  # the batches were slow for another reason
+    assert costs.seconds_to_load(1000) == 0.5
+    costs.prefill.add_time(500, 0, 1.0)
     assert saved(costs, hit) == pytest.approx(2.0)
 
 
@@ -116,5 +116,5 @@ def test_short_prefills_say_nothing_of_long_ones() -> None:
     hit = Hit(tokens=4096, prefix=0, rest=1)
     before = saved(costs, hit)
     for _ in range(10):
-        costs.prefill.measured(32, 4096, 0.012)
+        costs.prefill.add_time(32, 4096, 0.012)
     assert saved(costs, hit) == pytest.approx(before, rel=0.05)

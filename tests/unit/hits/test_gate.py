@@ -16,7 +16,11 @@ from hypothesis import strategies as st
 from hcache_backend.plan.profile import preset_profile
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.prefetch import estimates
-from hcache_backend.prefetch.estimates import LONGEST_PART_SECONDS, STALLED_SECONDS, waited_for_core
+from hcache_backend.prefetch.estimates import (
+    LONGEST_PART_SECONDS,
+    STALLED_SECONDS,
+    seconds_without_core,
+)
 from hcache_backend.prefetch.gate import _JUDGED, Gpu
 from hcache_backend.prefetch.hit import Hit, Prefetch, Recomputing, State
 from hcache_backend.prefetch.meeting import Meeting
@@ -63,7 +67,7 @@ def test_the_faster_one_of_reading_with_its_load_and_computing_is_chosen(
     turn(gate)
     computing_a_thousand_a_second(gate)
     if loading:
-        gate.prefilled(10, 1000, loaded=1000, seconds=loading)
+        gate.batch_ended(10, 1000, loaded=1000, seconds=loading)
     gate.gpu.wanted = wanted
     assert takes(gate, "a") is taken
 
@@ -110,12 +114,12 @@ def test_slices_bring_no_hit_later_than_l3_alone(
 def test_while_the_front_is_waited_for_l3_is_not_slow(gate: Gate) -> None:
     read(gate, 0.5)
     with reading(gate, "a", 1000):
-        gate.l3.arrived(500)
+        gate.l3.part_arrived(500)
         gate.now += 0.25
-        gate.l3.waited(4.0)
+        gate.l3.paused(4.0)
         gate.now += 4.0
         assert gate.l3.slowdown(gate.now) == 1.0 and not gate.l3.seems_stalled(gate.now)
-        gate.l3.spared(500)
+        gate.l3.need_not_read(500)
     assert gate.estimates.read.seconds(1000) == pytest.approx(0.5)
 
 
@@ -133,7 +137,7 @@ def test_the_front_of_an_earlier_hit_is_recomputed_first(gate: Gate) -> None:
     assert left == pytest.approx(12 / 7)
     assert turn(gate, at(gate, "a"), at(gate, "b"), at(gate, "c")) == []
     # Nothing is recomputed of the first one any more: it takes as long as L3 needs.
-    gate.to_end([at(gate, "a", reachable=0), at(gate, "b"), at(gate, "c")])
+    gate.verdicts_on([at(gate, "a", reachable=0), at(gate, "b"), at(gate, "c")])
     left = gate.times.seconds_behind(gate.prefetches.hits, hit, gate.now)
     assert left == pytest.approx(0.75 + 9 / 7)
 
@@ -162,7 +166,7 @@ def test_a_turn_estimates_no_more_if_more_hits_wait(monkeypatch: pytest.MonkeyPa
         running = [at(gate, name) for name in names]
         calls.clear()
         for _ in range(2):
-            gate.to_end(running[:_JUDGED])
+            gate.verdicts_on(running[:_JUDGED])
         found.append(dict(calls))
     assert found[0] == found[1]
     assert found[0]["_median"] <= 6 and found[0]["seconds_to_have"] <= 40
@@ -190,30 +194,30 @@ def test_a_hit_is_taken_whose_computing_would_delay_others_that_are_read(gate: G
 def test_what_the_gpu_computes_already_comes_first(gate: Gate) -> None:
     read(gate, 1.5)
     assert not takes(gate, "a")
-    first = gate.launched(700, 0, 0)
+    first = gate.batch_launched(700, 0, 0)
     assert takes(gate, "b")
     turn(gate)
     gate.now += 0.3
     assert not takes(gate, "c")  # 0.4 s are left of it
-    second = gate.launched(500, 0, 0)
+    second = gate.batch_launched(500, 0, 0)
     assert takes(gate, "d")
     turn(gate)
-    gate.gpu.ended(first)  # 0.4 s sooner than expected
+    gate.gpu.end_work(first)  # 0.4 s sooner than expected
     gate.now += 0.1
     assert gate.gpu.seconds_busy(gate.now) == pytest.approx(0.4)
-    gate.gpu.ended(second)
+    gate.gpu.end_work(second)
     assert gate.gpu.seconds_busy(gate.now) == 0.0
 
 
 def test_work_of_the_gpu_whose_end_nobody_told_is_over_with_the_next(gate: Gate) -> None:
     gpu = Gpu(lambda: gate.now)
-    gpu.begins(5.0)
-    second = gpu.begins(1.0)
+    gpu.add_work(5.0)
+    second = gpu.add_work(1.0)
     gate.now += 1.0
     assert gpu.seconds_busy(gate.now) == pytest.approx(5.0)
-    gpu.ended(second)
+    gpu.end_work(second)
     assert gpu.seconds_busy(gate.now) == 0.0
-    gpu.begins(2.0)
+    gpu.add_work(2.0)
     gate.now += 3.0
     assert gpu.seconds_busy(gate.now) == 0.0
 
@@ -270,9 +274,9 @@ def test_a_prefetch_ends_if_going_on_is_slower_than_computing_what_is_left(
     with reading(gate, "a", 1024):
         for seconds, arrived, how, ends in turns:
             gate.now = began + seconds
-            gate.l3.arrived(arrived - before)
+            gate.l3.part_arrived(arrived - before)
             before = arrived
-            assert gate.to_end([at(gate, "a", arrived, **{"lost": 0} | how)]) == [ends, False]
+            assert gate.verdicts_on([at(gate, "a", arrived, **{"lost": 0} | how)]) == [ends, False]
 
 
 def test_a_read_that_is_in_time_does_not_end_shortly_before_it_is_there(gate: Gate) -> None:
@@ -280,7 +284,7 @@ def test_a_read_that_is_in_time_does_not_end_shortly_before_it_is_there(gate: Ga
     read(gate, 0.95)
     assert takes(gate, "a", 1000)
     for _ in range(3):
-        gate.prefilled(1000, 0, 0, 0.6)
+        gate.batch_ended(1000, 0, 0, 0.6)
     with reading(gate, "a", 1000, step=1000):
         gate.now += 0.8
         assert turn(gate, at(gate, "a", step=1000)) == []
@@ -330,7 +334,7 @@ def test_the_read_of_a_prefetch_that_ended_is_no_reason_to_end_others(gate: Gate
     assert takes(gate, "a") and takes(gate, "b")
     with reading(gate, "a", 1000):
         gate.now += 4.0
-        gate.l3.arrived(768)
+        gate.l3.part_arrived(768)
         assert turn(gate, at(gate, "a", 768), at(gate, "b")) == []
         gate.now += 0.5
         assert turn(gate, at(gate, "b")) == []  # the other one's request was aborted
@@ -351,7 +355,7 @@ def test_while_a_read_is_stalled_everything_ends_and_nothing_is_asked(
         gate.now += STALLED_SECONDS + 0.01
         assert turn(gate, at(gate, "a"), at(gate, "b")) == ["a", "b"]
         assert not gate.may_ask("c", 0)
-        assert not gate.takes(Prefetch("c"), 1000, 1000)
+        assert not gate.tokens_to_read(Prefetch("c"), 1000, 1000)
         gate.now += 3600
         assert turn(gate) == []
         assert not gate.may_ask("c", 0)
@@ -371,7 +375,7 @@ def test_reads_that_hung_teach_no_patience(gate: Gate) -> None:
 def test_a_part_may_take_as_long_as_computing_it() -> None:
     """Plain pages come 128 at a time, which here are a prefill of 40 s."""
     gate = Gate()
-    gate.prefilled(1000, 0, 0, 40.0)
+    gate.batch_ended(1000, 0, 0, 40.0)
     read(gate, 20.0, times=2)
     assert takes(gate, "a")
     with reading(gate, "a", 1000, step=1000):
@@ -389,7 +393,7 @@ def test_a_read_whose_parts_come_is_not_stalled_though_nobody_looked(gate: Gate)
     with reading(gate, "a", 1000):
         for _ in range(7):
             gate.now += 0.3
-            gate.l3.arrived(STEP)
+            gate.l3.part_arrived(STEP)
         assert takes(gate, "c")
 
 
@@ -404,9 +408,9 @@ def test_a_part_of_a_read_takes_its_share_of_it_whatever_small_reads_take() -> N
             gate.now += 2.0
             assert not gate.l3.seems_stalled(gate.now)
             assert gate.l3.slowdown(gate.now) == pytest.approx(1.0, rel=0.01)
-            gate.l3.arrived(STEP)
+            gate.l3.part_arrived(STEP)
         assert gate.l3.seconds_to_read(STEP) == pytest.approx(2.0, rel=0.01)
-        assert gate.l3.left_in_time(gate.now) == pytest.approx(8.0, rel=0.01)
+        assert gate.l3.seconds_left_in_time(gate.now) == pytest.approx(8.0, rel=0.01)
         gate.now += 4.0 + STALLED_SECONDS + 0.1
         assert gate.l3.seems_stalled(gate.now)
 
@@ -432,10 +436,10 @@ def test_an_unknown_speed_is_bounded_by_the_present_read() -> None:
         assert gate.l3.seconds_to_read(1000) == 0.0
         gate.now += 1.0  # nothing came, so 100 tokens take a second at least
         assert gate.l3.seconds_to_read(1000) == gate.l3.seconds_to_read(1000, longest=True) == 10.0
-        gate.l3.arrived(100)
+        gate.l3.part_arrived(100)
         assert gate.l3.seconds_to_read(900) == pytest.approx(4.5)
         assert gate.l3.seconds_to_read(900, longest=True) == pytest.approx(9.0)
-        gate.l3.reads_next(400)
+        gate.l3.part_begins(400)
         assert gate.l3.seconds_to_read(500) == pytest.approx(1.0)
     read(gate, 2.0)
     assert gate.l3.seconds_to_read(1000) == pytest.approx(2.0)
@@ -443,7 +447,7 @@ def test_an_unknown_speed_is_bounded_by_the_present_read() -> None:
 
 def test_an_index_that_hangs_is_stalled_as_well(gate: Gate) -> None:
     assert gate.may_ask("a", 0)
-    with gate.l3.looking():
+    with gate.l3.looking_up():
         gate.now += STALLED_SECONDS / 2
         assert turn(gate, at(gate, "a")) == []
         gate.now += STALLED_SECONDS
@@ -454,7 +458,7 @@ def test_an_index_that_hangs_is_stalled_as_well(gate: Gate) -> None:
 
 def test_a_look_up_without_a_core_is_not_the_disks_fault(gate: Gate) -> None:
     gate.core = 5.0  # before the look-up
-    with gate.l3.looking():
+    with gate.l3.looking_up():
         for now, core, stalled in ((0.6, 0.0, True), (0.6, 0.2, False), (3.0, 2.6, False)):
             gate.core = 5.0 + core
             assert gate.l3.seems_stalled(gate.now + now) == stalled
@@ -465,12 +469,12 @@ def test_linux_tells_how_long_a_thread_waited_for_a_core() -> None:
     """Two busy processes share the core of this thread, and take it from it."""
     own, thread = os.sched_getaffinity(0), threading.get_native_id()
     busy = [sys.executable, "-c", "while True: pass"]
-    before, start = waited_for_core(thread), time.monotonic()
+    before, start = seconds_without_core(thread), time.monotonic()
     others = []
     try:
         os.sched_setaffinity(0, [min(own)])
         others = [subprocess.Popen(busy) for _ in range(2)]
-        while (waited := waited_for_core(thread) - before) < 0.2:
+        while (waited := seconds_without_core(thread) - before) < 0.2:
             assert time.monotonic() < start + 60
     finally:
         os.sched_setaffinity(0, own)
@@ -478,17 +482,17 @@ def test_linux_tells_how_long_a_thread_waited_for_a_core() -> None:
             other.kill()
             other.wait()
     assert waited < time.monotonic() - start
-    assert waited_for_core(1 << 30) == 0.0, "no such thread"
+    assert seconds_without_core(1 << 30) == 0.0, "no such thread"
 
 
 def test_what_another_rank_sees_counts(gate: Gate) -> None:
     read(gate, 0.001)
     assert takes(gate, "a") and takes(gate, "b")
     running = [at(gate, "a"), at(gate, "b")]
-    assert gate.to_end(running) == [False, False, False]
-    gate.agreed(running[1:], stalled=False)
+    assert gate.verdicts_on(running) == [False, False, False]
+    gate.apply_verdicts(running[1:], stalled=False)
     assert [one.state for one in running] == [State.ASKED, State.ENDED]
-    gate.agreed(running[:1], stalled=True)
+    gate.apply_verdicts(running[:1], stalled=True)
     assert running[0].refused
     assert not gate.may_ask("c", 0)
 
@@ -512,13 +516,13 @@ def test_the_prefetch_of_an_operation_is_one_record_while_the_operation_lives() 
     prefetches = Prefetches()
     first, later, others = Operation(), Operation(), Operation()
     asked = prefetches.add_request("a", 5, None)
-    assert prefetches.of(first) is prefetches.of(first) is asked
+    assert prefetches.prefetch_of(first) is prefetches.prefetch_of(first) is asked
     again = prefetches.add_request("a", 7, None)  # SGLang asks once more
-    assert (prefetches.of(first), prefetches.of(later)) == (asked, again)
+    assert (prefetches.prefetch_of(first), prefetches.prefetch_of(later)) == (asked, again)
     prefetches.waiting.clear()  # as the gate does with prefetches that are over
-    assert prefetches.of(others) is not again
+    assert prefetches.prefetch_of(others) is not again
     del first
-    assert len(prefetches._of) == 2
+    assert len(prefetches._by_operation) == 2
 
 
 @pytest.mark.parametrize(
@@ -537,7 +541,7 @@ def test_states_of_a_prefetch_from_the_question_to_its_end(
     prefetch = named(gate, "a")
     prefetch.meeting = meeting
     assert prefetch.state == State.ASKED
-    gate.takes(prefetch, 1000, 1000)
+    gate.tokens_to_read(prefetch, 1000, 1000)
     found = [prefetch.state]
     with reading(gate, "a", 1000):
         found.append(prefetch.state)

@@ -13,8 +13,8 @@ def read_shared(gate: Gate, seconds: float, times: int = 1) -> None:
         assert judged(gate, "earlier", shared=1000) == 1000
         with reading(gate, "earlier", 1000):
             gate.now += seconds
-            gate.l3.came_from_shared(1000, seconds)
-            gate.l3.arrived(1000)
+            gate.l3.add_shared_read(1000, seconds)
+            gate.l3.part_arrived(1000)
         turn(gate)
 
 
@@ -24,7 +24,7 @@ def nothing_comes(gate: Gate, name: str, seconds: float, *, gave_up: bool = Fals
     assert part
     with reading(gate, name, part):
         gate.now += seconds
-        gate.l3.came_from_shared(0, seconds, gave_up=gave_up)
+        gate.l3.add_shared_read(0, seconds, gave_up=gave_up)
     turn(gate)
 
 
@@ -85,7 +85,7 @@ def test_a_trial_of_the_shared_tier_is_judged_by_its_time_alone(
     assert judged(slow_behind, "a", shared=500) == 1000
     with reading(slow_behind, "a", 1000, step=100):
         slow_behind.now += 0.05 + late
-        slow_behind.l3.arrived(500)
+        slow_behind.l3.part_arrived(500)
         for seconds, ended in ((0.0, []), (0.049, []), (0.1, ["a"])):
             slow_behind.now += seconds
             assert turn(slow_behind, at(slow_behind, "a", 500, step=100)) == ended
@@ -103,8 +103,8 @@ def test_only_the_time_that_it_took_counts_for_each_store(gate: Gate) -> None:
     assert judged(gate, "a", shared=400) == 1000
     with reading(gate, "a", 1000):
         gate.now += 0.06 + 0.3
-        gate.l3.came_from_shared(400, 0.3)
-        gate.l3.arrived(1000)
+        gate.l3.add_shared_read(400, 0.3)
+        gate.l3.part_arrived(1000)
     rates = gate.estimates.rates()
     assert rates["l3_read"] == pytest.approx(10_000)
     assert rates["shared_read"] == pytest.approx(400 / 0.3)
@@ -131,7 +131,7 @@ def test_rates_stay_positive_where_a_page_is_missing_before_those_from_behind(ga
     assert judged(gate, "a", shared=300) == 1000
     with reading(gate, "a", 1000):
         gate.now += 0.1
-        gate.l3.came_from_shared(300, 0.05)
+        gate.l3.add_shared_read(300, 0.05)
     assert all(rate > 0 for rate in gate.estimates.rates().values())
 
 
@@ -149,7 +149,7 @@ def test_a_part_from_behind_may_take_as_long_as_it_does(gate: Gate) -> None:
 def test_a_look_up_behind_has_time_of_its_own(gate: Gate) -> None:
     """A network that stalls ends no prefetch from local disks."""
     assert gate.may_ask("a", 0)
-    with gate.l3.looking():
+    with gate.l3.looking_up():
         gate.now += STALLED_SECONDS / 2
         gate.l3.may_take_longer(0.4)
         gate.now += STALLED_SECONDS / 2 + 0.3

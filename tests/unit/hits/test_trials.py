@@ -31,7 +31,7 @@ def trial(gate: Gate, name: str, seconds: float) -> bool:
             ended = turn(gate, at(gate, name, arrived, step=100))
             if ended:
                 break
-            gate.l3.arrived(100)
+            gate.l3.part_arrived(100)
     turn(gate)
     return not ended
 
@@ -78,7 +78,7 @@ def test_a_hit_that_seemed_worth_it_makes_pauses_short_again(due: Gate) -> None:
 
 def test_a_fast_disk_is_not_tried_for_a_hit_whose_load_is_slow(gate: Gate) -> None:
     read(gate, 0.4, times=2)
-    gate.prefilled(10, 1000, loaded=1000, seconds=2.0)
+    gate.batch_ended(10, 1000, loaded=1000, seconds=2.0)
     gate.now += TRIAL_SECONDS + 1
     assert not takes(gate, "a")
 
@@ -86,7 +86,7 @@ def test_a_fast_disk_is_not_tried_for_a_hit_whose_load_is_slow(gate: Gate) -> No
 @pytest.mark.parametrize("slow", [0.4], indirect=True)
 def test_a_trial_counts_the_load_too(slow: Gate) -> None:
     """Reading alone would be sooner than computing, reading and loading are not."""
-    slow.prefilled(10, 1000, loaded=1000, seconds=0.81)
+    slow.batch_ended(10, 1000, loaded=1000, seconds=0.81)
     assert not takes(slow, "a")
     slow.now += TRIAL_SECONDS + 1
     assert trial(slow, "b", 0.4)
@@ -151,7 +151,7 @@ def test_a_trial_whose_front_was_all_recomputed_says_nothing_of_the_disk(
     rates = due.estimates.rates()
     with reading(due, "a", 1000):
         due.now += seconds
-        due.l3.spared(1000)
+        due.l3.need_not_read(1000)
     assert due.estimates.rates() == rates, "nothing was read"
     turn(due)
     assert not takes(due, "b", recomputing=quick, parts=False)
@@ -166,8 +166,8 @@ def test_a_trial_is_judged_by_the_part_that_was_read(due: Gate) -> None:
         assert due.prefetches.waiting[name].trial is not None
         with reading(due, name, 1000):
             due.now += seconds
-            due.l3.arrived(100)
-            due.l3.spared(900)
+            due.l3.part_arrived(100)
+            due.l3.need_not_read(900)
         turn(due)
 
     tried("a", 0.01)
@@ -182,8 +182,8 @@ def test_a_trial_whose_part_was_slow_is_a_bad_one(due: Gate) -> None:
     assert takes(due, "a", recomputing=quick)
     with reading(due, "a", 1000):
         due.now += 1.0
-        due.l3.arrived(100)
-        due.l3.spared(900)
+        due.l3.part_arrived(100)
+        due.l3.need_not_read(900)
     turn(due)
     assert not takes(due, "b", recomputing=quick)
 
@@ -201,5 +201,5 @@ def test_reads_that_end_early_are_no_fast_ones(
     for _ in range(2):
         with reading(gate, "a", 1000):
             gate.now += seconds
-            gate.l3.arrived(arrived)
+            gate.l3.part_arrived(arrived)
     assert not takes(gate, "b")

@@ -32,11 +32,11 @@ class Scene:
     def recompute(self, *pages: int, failed: bool = False) -> Restore:
         """Recompute consecutive pages of the first prefetch."""
         due = range(pages[0], pages[-1] + 1)
-        slots, before = self.eager.slots("a", due)
+        slots, before = (self.eager.slots("a", pages) for pages in (due, range(due.start)))
         restore = self.slice = Restore(pages_of(slots), pages_of(before), self.slice)
         restore.failed = RuntimeError("out of memory") if failed else None
         self.device.writes(restore)
-        self.eager.recomputed("a", due, restore)  # type: ignore[arg-type]
+        self.eager.mark_recomputed("a", due, restore)  # type: ignore[arg-type]
         return restore
 
     def begin(self, name: str, host: list[int], keys: list[str] | None = None) -> int:
@@ -56,7 +56,7 @@ def ready(scene: Scene, host: list[int]) -> list[bool]:
 def test_pages_are_restored_once_as_they_arrive_and_handed_out_at_the_load() -> None:
     scene = Scene()
     assert scene.begin("a", [5, 6, 7, 8]) == 4
-    assert [scene.eager.restore_arrived("a", n) for n in (0, 2, 2, 3)] == [0, 2, 0, 1]
+    assert [scene.eager.restore_arrived("a", range(n)) for n in (0, 2, 2, 3)] == [0, 2, 0, 1]
     assert [host for host, _ in scene.launched] == [[5, 6], [7]]
     handed = hand_out(scene, [6, 7, 8, 9])
     assert handed.ready.tolist() == [True, True, False, False]
@@ -81,7 +81,7 @@ def test_neighbours_are_handed_out_together(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "cat", counted)
     reserved = {page.host_page: page for page in scene.eager._reserved.values()}
     places = {
-        host: pages_of(scene.eager._slots(page.of, range(page.number, page.number + 1)))
+        host: pages_of(scene.eager._slots(page.reservation, range(page.number, page.number + 1)))
         for host, page in reserved.items()
     }
     handed = pages_of(hand_out(scene, [6, 7, 8, 1, 2, 12, 5, 11, 3]).slots)
@@ -96,7 +96,7 @@ def test_a_turn_looks_only_at_pages_that_have_arrived() -> None:
     for pages in (4, DEVICE_PAGES):
         scene = Scene()
         assert scene.begin("a", [*range(pages)]) == pages
-        found.add(work(lambda scene=scene: scene.eager.restore_arrived("a", 0)))  # type: ignore[misc]
+        found.add(work(lambda scene=scene: scene.eager.restore_arrived("a", range(0))))  # type: ignore[misc]
     assert len(found) == 1, found
 
 
@@ -104,8 +104,8 @@ def test_what_is_reserved_is_there_for_everybody_unlaunched_and_new_pages_first(
     scene = Scene()
     scene.begin("a", [0, 1, 2])
     scene.begin("b", [3, 4, 5])
-    scene.eager.restore_arrived("a", 3)
-    scene.eager.restore_arrived("b", 1)
+    scene.eager.restore_arrived("a", range(3))
+    scene.eager.restore_arrived("b", range(1))
     scene.eager.make_free(DEVICE_PAGES - 4)
     assert scene.eager.pages == 4
     assert not any(restore.is_done for _, restore in scene.launched)  # nobody had to wait
@@ -118,8 +118,8 @@ def test_what_is_reserved_is_there_for_everybody_unlaunched_and_new_pages_first(
 def test_who_frees_host_pages_waits_for_their_copies_and_for_no_more() -> None:
     scene = Scene()
     scene.begin("a", [0, 1, 2])
-    scene.eager.restore_arrived("a", 1)
-    scene.eager.restore_arrived("a", 3)
+    scene.eager.restore_arrived("a", range(1))
+    scene.eager.restore_arrived("a", range(3))
     [(_, first), (_, second)] = scene.launched
     scene.eager._give_back = lambda places: None  # type: ignore[method-assign]
     scene.eager.host_freed(np.array([1]))
@@ -131,7 +131,7 @@ def test_two_prefetches_of_the_same_pages_restore_them_once() -> None:
     scene = Scene()
     assert scene.begin("a", [0, 1], ["x", "y"]) == 2
     assert scene.begin("b", [2, 3, 4], ["x", "y", "z"]) == 1
-    scene.eager.restore_arrived("b", 3)
+    scene.eager.restore_arrived("b", range(3))
     assert [host for host, _ in scene.launched] == [[4]]
 
 
@@ -139,7 +139,7 @@ def test_no_more_than_the_limit_and_leftovers_make_room() -> None:
     scene = Scene(limit=3)
     assert scene.begin("a", [0, 1, 2, 3]) == 3
     assert scene.begin("b", [4, 5]) == 0
-    scene.eager.restore_arrived("a", 4)
+    scene.eager.restore_arrived("a", range(4))
     scene.eager.end("a")
     scene.eager.end("b")
     assert scene.eager.pages == 3
@@ -163,7 +163,7 @@ def test_a_restore_that_failed_is_waited_for_like_any_other(
     monkeypatch.setattr(Restore, "wait", fail)
     scene = Scene()
     scene.begin("a", [0])
-    scene.eager.restore_arrived("a", 1)
+    scene.eager.restore_arrived("a", range(1))
     scene.eager.give_all_back()
     assert scene.device.count() == DEVICE_PAGES
 
@@ -175,17 +175,17 @@ def test_a_launch_that_fails_counts_as_one_and_no_load_may_get_its_pages() -> No
         one.problem = RuntimeError("out of memory") if one is scene else None
         one.begin("a", [0, 1, 2, 3])
         one.begin("b", [4, 5])
-        assert one.eager.restore_arrived("a", 2) == 2
+        assert one.eager.restore_arrived("a", range(2)) == 2
         one.problem = None
-        assert one.eager.restore_arrived("a", 4) == 2
-        assert one.eager.restore_arrived("b", 2) == 2
+        assert one.eager.restore_arrived("a", range(4)) == 2
+        assert one.eager.restore_arrived("b", range(2)) == 2
         assert one.eager.end("a") == 0
         assert one.eager.ready_pages(np.arange(6)).all()
-    failed = [scene.eager.failed(np.array(pages)) for pages in ([1, 7], [3], [4, 5], [6])]
+    failed = [scene.eager.any_failed(np.array(pages)) for pages in ([1, 7], [3], [4, 5], [6])]
     assert failed == [True, True, False, False]
-    assert not fine.eager.failed(np.arange(6))
+    assert not fine.eager.any_failed(np.arange(6))
     scene.eager.host_freed(np.arange(4))
-    assert not scene.eager.failed(np.arange(6))
+    assert not scene.eager.any_failed(np.arange(6))
     assert all(restore.is_done for _, restore in scene.launched[:2])
     assert scene.device.count() == DEVICE_PAGES - 2
 

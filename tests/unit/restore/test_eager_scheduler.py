@@ -106,7 +106,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
             prefetch.arrived, first, end = page, 0, page
         self.readable.update(prefetch.host[first:end])
         if told:
-            self.eager.restore_arrived(number, end, first)
+            self.eager.restore_arrived(number, range(first, end))
 
     @precondition(lambda self: self.back)
     @rule(most=st.integers(1, 4), data=st.data())
@@ -118,7 +118,8 @@ class ScriptedScheduler(RuleBasedStateMachine):
             if front >= end or not self.recomputes[number]:
                 continue
             due = range(front, data.draw(st.integers(front + 1, end)))
-            slots, before = map(pages_of, self.eager.slots(number, due))
+            wanted = due, range(due.start)
+            slots, before = (pages_of(self.eager.slots(number, pages)) for pages in wanted)
             host = self.eager.host_pages(number, due).tolist()
             assert host == prefetch.host[len(before) :][: len(slots)]
             made = [self.device.made.get(page) for page in before]
@@ -131,7 +132,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
             restore.failed = RuntimeError("out of memory") if failed else None
             self.device.readers.append(restore)
             self.device.writes(restore)
-            self.eager.recomputed(number, due, restore)  # type: ignore[arg-type]
+            self.eager.mark_recomputed(number, due, restore)  # type: ignore[arg-type]
             if failed:
                 self.recomputes[number] = False
                 return
@@ -293,7 +294,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
         assert device.count() + len(device.cached) + len(self.used) + self.eager.pages == (
             DEVICE_PAGES
         )
-        assert sorted(self.eager.running()) == sorted(self.running)
+        assert sorted(self.eager.running_prefetches()) == sorted(self.running)
         held = set(self.eager._reserved)
         coming = {page for prefetch in self.running.values() for page in prefetch.host}
         assert held <= self.readable | coming, "reserved for pages that nobody will load"

@@ -159,7 +159,7 @@ def test_what_was_launched_of_a_restore_that_raises_is_waited_for(
         patched.setattr(Ring, "next", full)
         with pytest.raises(torch.OutOfMemoryError):
             server.pipeline.start(pages, slots, ahead=True)
-    restore = server.pipeline.abandoned(len(slots))
+    restore = server.pipeline.failed_restore(len(slots))
     assert restore.failed is not None and not restore.copied.query() and not restore.done()
     gate.set()
     restore.wait()
@@ -171,14 +171,14 @@ def test_what_was_launched_of_a_restore_that_raises_is_waited_for(
 def test_reports_say_what_each_stream_did() -> None:
     server = Server()
     wait(server, *some(3))
-    (report,) = server.pipeline.finished()
+    (report,) = server.pipeline.take_finished()
     assert report.tokens == 3 * SIZE
     assert sum(report.bytes.values()) == 3 * sum(server.layout.segment_bytes)
     assert report.bytes["kv"] == 3 * 2 * server.layout.segment_bytes[1]
     assert [span.layer for span in report.spans if span.stream == "copy"] == [*range(5)]
     assert [span.layer for span in report.spans if span.stream == "compute"] == [0, 2, 3]
     assert report.busy_ms("copy") + report.idle_ms("copy") == pytest.approx(report.total_ms)
-    assert server.pipeline.finished() == []
+    assert server.pipeline.take_finished() == []
 
 
 def test_device_memory_is_bounded_by_the_chunk() -> None:
@@ -208,7 +208,7 @@ def test_recomputed_layers_take_no_copy_and_come_before_projections(first: int) 
     assert restore.failed is None
     server.assert_whole(restore, pages, slots, first)
     assert calls == [first]
-    (report,) = pipeline.finished()
+    (report,) = pipeline.take_finished()
     copied = {span.layer for span in report.spans if span.stream == "copy"}
     assert copied == set(range(first, 4))
     lengths = zip(server.methods[first:], pipeline._layout.segment_bytes[first:], strict=True)
@@ -228,7 +228,7 @@ def test_a_restore_may_have_nothing_to_do_but_to_recompute() -> None:
     restore = server.pipeline.start(nothing.numpy(), nothing, first)
     restore.wait()
     assert (calls, server.calls, len(restore.layers)) == ([2], [], 3)
-    (report,) = server.pipeline.finished()
+    (report,) = server.pipeline.take_finished()
     assert report.tokens == 0
 
 
@@ -302,7 +302,7 @@ def test_a_slice_waits_for_pages_restored_ahead_once_they_were_handed_out() -> N
     back = server.pipeline.start(pages[1:2], parts[1], ahead=True)
     beside = slice_of(2)
     assert passed(beside.layers[-1]) and not back.layers[1].query()
-    server.pipeline.handed_out()
+    server.pipeline.mark_handed_out()
     behind = slice_of(0)
     time.sleep(0.05)
     assert not behind.layers[-1].query()
@@ -390,11 +390,11 @@ def test_who_takes_a_part_waits_for_those_that_use_its_memory_and_nobody_else(
                 held.append(part)
             elif held and not takes:
                 use = Use(held.pop(0))
-                ring.used(use)
+                ring.mark_used(use)
                 users.update(dict.fromkeys(use.bytes, use))
         while held and not passes:
             use = Use(held.pop(0))
-            ring.used(use)
+            ring.mark_used(use)
             users.update(dict.fromkeys(use.bytes, use))
 
 

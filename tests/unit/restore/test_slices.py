@@ -36,53 +36,53 @@ def budget(seconds: float, *, in_seconds: bool = True) -> SliceBudget:
 @pytest.mark.parametrize("pages", [1, 5, 64])
 def test_a_slice_is_as_long_as_it_may_take(pages: int, prefix: int) -> None:
     slices = budget(computing(pages * SIZE, prefix) * 1.001)
-    assert slices.pages(100, SIZE, prefix) == pages
-    assert slices.pages(3, SIZE, prefix) == min(pages, 3)  # no more are there
+    assert slices.pages_of_slice(100, SIZE, prefix) == pages
+    assert slices.pages_of_slice(3, SIZE, prefix) == min(pages, 3)  # no more are there
 
 
 def test_few_tokens_take_about_as_long_so_an_idle_gpu_gets_slices_of_more() -> None:
     page = computing(64, 0)
     slices = budget(1.01 * page)
-    assert slices.pages(100, 64, 0) == 4
-    assert slices.pages(3, 64, 0) == 3
-    assert slices.pages(100, 64, 0, share=0.999) == 1
-    assert slices.pages(100, 64, 0, best=2.01 * page) == 2
-    assert budget(9.01 * page).pages(100, 64, 0) == 9
+    assert slices.pages_of_slice(100, 64, 0) == 4
+    assert slices.pages_of_slice(3, 64, 0) == 3
+    assert slices.pages_of_slice(100, 64, 0, share=0.999) == 1
+    assert slices.pages_of_slice(100, 64, 0, best=2.01 * page) == 2
+    assert budget(9.01 * page).pages_of_slice(100, 64, 0) == 9
     assert budget(1e-9).seconds(1024, 64, 0) == budget(4 * page).seconds(1024, 64, 0)
-    assert budget(1.0, in_seconds=False).pages(100, 64, 0) == 1
+    assert budget(1.0, in_seconds=False).pages_of_slice(100, 64, 0) == 1
 
 
 def test_the_first_slice_is_launched_if_it_would_end_as_a_prefill_does_before_l3() -> None:
     """Without it the first hit of a server waited for a slice that took twice as long as L3."""
     unknown = budget(1.0, in_seconds=False)
-    assert unknown.pages(100, SIZE, 0, within=0.5, first=0.6) == 0
-    assert unknown.pages(100, SIZE, 0, within=0.5, first=0.4) == 1
-    unknown.launched(ended(SIZE, 0.04), 0)
-    assert unknown.pages(100, SIZE, 0, within=0.5, first=0.6) >= 1  # now it is known
+    assert unknown.pages_of_slice(100, SIZE, 0, within=0.5, first=0.6) == 0
+    assert unknown.pages_of_slice(100, SIZE, 0, within=0.5, first=0.4) == 1
+    unknown.add_slice(ended(SIZE, 0.04), 0)
+    assert unknown.pages_of_slice(100, SIZE, 0, within=0.5, first=0.6) >= 1  # now it is known
 
 
 def test_slices_are_as_long_as_the_last_ones_took() -> None:
     unknown = budget(1.0, in_seconds=False)
-    assert unknown.pages(1000, SIZE, 0) == 1
-    unknown.launched(ended(SIZE, 1e-6, RuntimeError("out of memory")), 0)  # says nothing
-    assert unknown.pages(1000, SIZE, 0) == 1
-    unknown.launched(ended(SIZE, 0.01), 0)
-    assert unknown.pages(1000, SIZE, 0) == 100
+    assert unknown.pages_of_slice(1000, SIZE, 0) == 1
+    unknown.add_slice(ended(SIZE, 1e-6, RuntimeError("out of memory")), 0)  # says nothing
+    assert unknown.pages_of_slice(1000, SIZE, 0) == 1
+    unknown.add_slice(ended(SIZE, 0.01), 0)
+    assert unknown.pages_of_slice(1000, SIZE, 0) == 100
     profiled = budget(computing(10 * SIZE, 0) * 1.001)
     for _ in range(2):
-        profiled.launched(ended(10 * SIZE, 2 * computing(10 * SIZE, 0)), 0)
-    assert profiled.pages(1000, SIZE, 0) == 5
+        profiled.add_slice(ended(10 * SIZE, 2 * computing(10 * SIZE, 0)), 0)
+    assert profiled.pages_of_slice(1000, SIZE, 0) == 5
 
 
 def test_nothing_is_recomputed_that_takes_longer_than_there_is_time() -> None:
     page, slices = computing(SIZE, 0), budget(10.0)
-    assert slices.pages(100, SIZE, 0, within=0.99 * page) == 0
-    assert slices.pages(100, SIZE, 0, within=5.01 * page) == 5
-    assert budget(2.01 * page).pages(100, SIZE, 0, within=5.01 * page) == 2
+    assert slices.pages_of_slice(100, SIZE, 0, within=0.99 * page) == 0
+    assert slices.pages_of_slice(100, SIZE, 0, within=5.01 * page) == 5
+    assert budget(2.01 * page).pages_of_slice(100, SIZE, 0, within=5.01 * page) == 2
     unknown = budget(1.0, in_seconds=False)
-    assert [unknown.pages(100, SIZE, 0, within=within) for within in (0.0, 1e-9)] == [0, 1]
-    assert slices.pages(100, SIZE, 0, within=9.01 * page, best=3.01 * page) == 3
-    assert slices.pages(100, SIZE, 0, within=1.01 * page, best=0.5 * page) == 1
+    assert [unknown.pages_of_slice(100, SIZE, 0, within=within) for within in (0.0, 1e-9)] == [0, 1]
+    assert slices.pages_of_slice(100, SIZE, 0, within=9.01 * page, best=3.01 * page) == 3
+    assert slices.pages_of_slice(100, SIZE, 0, within=1.01 * page, best=0.5 * page) == 1
 
 
 def test_how_long_all_slices_of_a_front_take() -> None:
@@ -100,7 +100,7 @@ def test_how_long_all_slices_of_a_front_take() -> None:
 def test_a_slice_is_as_long_as_its_share_of_the_time_allows() -> None:
     slices = SliceBudget(1.0, 8192, lambda tokens, prefix: 0.001 * tokens, in_seconds=True)
     shares = {1.0: 100, 0.5: 50, 1e-9: 1, 0.0: 0}
-    assert {share: slices.pages(1000, 10, 0, share) for share in shares} == shares
+    assert {share: slices.pages_of_slice(1000, 10, 0, share) for share in shares} == shares
 
 
 # ---- the governor: how much of the GPU recomputation gets, from what SGLang's scheduler holds ----
@@ -134,7 +134,7 @@ def scheduler_of(
 def looked_at(scheduler: Any, found: Governor | None = None) -> Governor:
     prefetches, found = Prefetches(), found or Governor()
     prefetches.scheduler, prefetches.fetching = scheduler, getattr(scheduler, "reading", {})
-    found.look(prefetches)
+    found.update_pace(prefetches)
     return found
 
 

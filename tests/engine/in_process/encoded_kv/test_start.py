@@ -62,7 +62,7 @@ def of_rows(codec: str, rows: torch.Tensor) -> str:
     observed: Any = SimpleNamespace(
         hidden=(torch.randn_like(rows), rows), layers=(0, 1), slots=None
     )
-    observed.positions, observed.problem = torch.arange(len(rows)), lambda *_: None
+    observed.positions, observed.layer_problem = torch.arange(len(rows)), lambda *_: None
     return choose_codec(None, HCacheConfig(codec=codec), observed, None).name  # type: ignore[arg-type]
 
 

@@ -100,7 +100,9 @@ def test_ranks_agree_on_recomputed_pages(monkeypatch: pytest.MonkeyPatch) -> Non
         pool, pages, tokens = new_pool(), np.arange(3), np.arange(3 * PAGE)
         ticket = pool.arena.expect_recomputed(pages, tokens, tokens)
         pool.arena.settle(pages, ticket, np.array([True, rank == 1, True]))
-        restores = SimpleNamespace(ready_pages=lambda pages: prepared, failed=lambda pages: False)
+        restores = SimpleNamespace(
+            ready_pages=lambda pages: prepared, any_failed=lambda pages: False
+        )
         eager = SimpleNamespace(restores=restores)
         made.append(bare_controller(pool, Planned(), tp_group=rank, eager=eager))
     assert loaded_on_all_ranks(made, 0, 1, 2) == [False, False]
@@ -221,6 +223,6 @@ def test_unfit_recomputed_pages_are_known_before_l3(server: Server) -> None:
     """L3 would have it for ever: HiCache may write a node before the scheduler's next turn."""
     host = saved(server, 2)
     eager: Any = object.__new__(EagerLoads)
-    eager._pool, eager.restores = server.pool, SimpleNamespace(until_saved=lambda pages: None)
-    eager.until_saved(server.pool.page_ids(host))
+    eager._pool, eager.restores = server.pool, SimpleNamespace(wait_until_saved=lambda pages: None)
+    eager.wait_until_saved(server.pool.page_ids(host))
     assert server.unfit(host) == [True]

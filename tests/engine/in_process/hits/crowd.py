@@ -59,8 +59,8 @@ class Crowd:
         assert state.hit_gate is not None
         self.gate, self.number = state.hit_gate, 0
         for _ in range(40):
-            self.gate.prefilled(TOKENS, 0, 0, 1.0)
-            self.gate.estimates.read.measured(TOKENS, 0, 0.3)
+            self.gate.batch_ended(TOKENS, 0, 0, 1.0)
+            self.gate.estimates.read.add_time(TOKENS, 0, 0.3)
         pages = SimpleNamespace(
             device="cpu",
             count=lambda: 0,
@@ -145,7 +145,12 @@ class Crowd:
         unread = [operation for operation in waiting if operation.host_indices is None]
         for place, operation in enumerate(unread):
             self.gate.gpu.wanted = True  # otherwise a hit far behind is computed
-            assert self.gate.takes(self.gate.prefetches.of(operation), TOKENS, TOKENS) == TOKENS
+            assert (
+                self.gate.tokens_to_read(
+                    self.gate.prefetches.prefetch_of(operation), TOKENS, TOKENS
+                )
+                == TOKENS
+            )
             if reads is None or place < reads:
                 self.read(operation)
             else:

@@ -45,7 +45,7 @@ class Scene:
 
     def reserve(self, *host_pages: int, arrived: int = 0) -> None:
         self.eager.reserve("prefetch", host_pages, np.array(host_pages))
-        self.eager.restore_arrived("prefetch", arrived)
+        self.eager.restore_arrived("prefetch", range(arrived))
 
 
 def hicache(lost: Callable[[], bool] = lambda: False) -> Any:

@@ -145,5 +145,5 @@ def test_an_l3_that_is_stalled_ends_all_prefetches(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(crowd.gate.l3, "seems_stalled", lambda now: True)
     crowd.turn()
     assert ended == found
-    assert all(crowd.gate.prefetches.of(one).refused for one in found)
+    assert all(crowd.gate.prefetches.prefetch_of(one).refused for one in found)
     assert crowd.gate.prefetches.hits == {}

@@ -132,13 +132,13 @@ def test_front_pages_are_recomputed_and_saved_until_they_meet_the_back(fronts: F
     assert fronts.expected == [([0, 1], list(range(SIZE, 3 * SIZE)), list(range(100, 108)))]
     assert meeting.next_batch(3) == range(5, 8)
     fronts.turn()
-    meeting.arrived(5, 8)
+    meeting.set_back(5, 8)
     assert meeting.next_batch(3) == range(4, 5)
     fronts.turn()
     assert fronts.launched[1:] == [(list(range(108, 116)), 3 * SIZE)]  # page 4 is being read
-    meeting.arrived(4, 8)
+    meeting.set_back(4, 8)
     fronts.turn()
-    assert meeting.pages == 8 and not meeting.next_batch(3)
+    assert meeting.counted_pages == 8 and not meeting.next_batch(3)
     fronts.turn(lambda *_: pytest.fail("ranks agree on nothing once the ends have met"))
     handed = fronts.eager.restores.hand_out(np.arange(8))
     assert handed is not None and handed.ready.all()
@@ -231,11 +231,13 @@ def test_other_prefetches_are_only_read(owner: str, name: str, value: Any, front
 def test_slices_get_shorter_behind_all_that_is_before_them(fronts: Fronts) -> None:
     prefixes: list[int] = []
 
-    def pages(original: Any, most: int, page_size: int, prefix: int, *rest: Any) -> Any:
+    def pages(
+        original: Any, most: int, page_size: int, prefix: int, share: float, **limits: float
+    ) -> Any:
         prefixes.append(prefix)
-        return original(most, page_size, prefix, *rest)
+        return original(most, page_size, prefix, share, **limits)
 
-    around(fronts.eager.fronts._budget, "pages", pages)
+    around(fronts.eager.fronts._budget, "pages_of_slice", pages)
     fronts.began()
     fronts.turn()
     assert prefixes == [SIZE, 3 * SIZE]
@@ -270,9 +272,9 @@ def test_host_pages_are_left_alone_when_the_processor_wants_them(fronts: Fronts)
     fronts.cache.ongoing_prefetch[0].operation.completed_tokens = 2 * SIZE
     fronts.turn()
     [restore] = fronts.scene.restores
-    fronts.eager.until_saved(np.array([5]))
+    fronts.eager.wait_until_saved(np.array([5]))
     assert not restore.read_host
-    fronts.eager.until_saved(np.array([1, 5]))
+    fronts.eager.wait_until_saved(np.array([1, 5]))
     assert restore.read_host
 
 
@@ -319,7 +321,7 @@ def test_recomputed_pages_that_were_not_saved_are_lost_on_this_rank_alone(fronts
     fronts.save_problem = None
     fronts.turn()
     assert (fronts.failures, fronts.lost) == ([], [0, 1])
-    assert operation.meeting.pages == 4
+    assert operation.meeting.counted_pages == 4
     handed = fronts.eager.restores.hand_out(np.arange(4))
     assert handed is not None and handed.ready.all()
 
@@ -332,8 +334,8 @@ def test_pages_whose_recomputation_failed_do_not_count(fronts: Fronts) -> None:
     assert len(fronts.launched) == 1  # there is no way past them
     meeting = operation.meeting
     while batch := meeting.next_batch(3):
-        meeting.arrived(batch.start, 8)
-    assert meeting.pages == 0
+        meeting.set_back(batch.start, 8)
+    assert meeting.counted_pages == 0
     handed = fronts.eager.restores.hand_out(np.arange(2))
     assert handed is not None and not handed.ready.any()
 
@@ -341,16 +343,18 @@ def test_pages_whose_recomputation_failed_do_not_count(fronts: Fronts) -> None:
 def test_a_front_ends_on_all_ranks_where_a_launch_has_failed_on_one(fronts: Fronts) -> None:
     """Its tokens could attend to pages that this rank does not have."""
     meeting, said = fronts.began().meeting, list[list[int]]()
-    fronts.eager._pipeline = SimpleNamespace(abandoned=lambda tokens: BROKEN)  # cannot start any
+    fronts.eager._pipeline = SimpleNamespace(
+        failed_restore=lambda tokens: BROKEN
+    )  # cannot start any
     meeting.next_batch(3)
-    meeting.arrived(5, 8)
+    meeting.set_back(5, 8)
 
     def note(numbers: torch.Tensor, _: Any) -> None:
         said.append(numbers.tolist())
 
     fronts.turn(note)
     assert said == [[0]] and len(fronts.launched) == 1
-    assert fronts.eager.restores.failed(np.array([0]))
+    assert fronts.eager.restores.any_failed(np.array([0]))
 
 
 @pytest.mark.parametrize(("seconds", "recomputed"), [(0.1, 0), (1.0, 5), (9.0, 8)])
@@ -358,7 +362,7 @@ def test_what_l3_brings_sooner_is_only_read(
     seconds: float, recomputed: int, fronts: Fronts
 ) -> None:
     """A token takes three seconds; the reader does not begin."""
-    fronts.eager.fronts._budget.launched = lambda *_: None  # type: ignore[method-assign]
+    fronts.eager.fronts._budget.add_slice = lambda *_: None  # type: ignore[method-assign]
     fronts.seconds_to_read = seconds
     fronts.begin()
     for _ in range(8):
@@ -394,12 +398,12 @@ def test_a_front_is_not_waited_for_where_slices_are_put_off(fronts: Fronts) -> N
     meeting.set_pages(8)
     meeting.reachable = 8
     assert fronts.eager.fronts.seconds_to_recompute(8 * SIZE, 0) == 3 * 8 * SIZE
-    together, alone = fronts.eager.fronts.until_met(meeting, 0)
+    together, alone = fronts.eager.fronts.seconds_until_met(meeting, 0)
     assert (together, alone) == (pytest.approx(8 * SIZE * 3 / 4), 8 * SIZE)
     fronts.eager.fronts.governor.pace = Pace(0.5, "shorter")
     assert fronts.eager.fronts.seconds_to_recompute(8 * SIZE, 0) == 2 * 3 * 8 * SIZE
     fronts.eager.fronts.governor.pace = Pace(0.0, "put_off_running")
-    assert fronts.eager.fronts.until_met(meeting, 0) == (alone, alone)
+    assert fronts.eager.fronts.seconds_until_met(meeting, 0) == (alone, alone)
 
 
 def test_slices_take_as_long_as_a_prefill_until_one_has_run(fronts: Fronts) -> None:
@@ -410,7 +414,7 @@ def test_slices_take_as_long_as_a_prefill_until_one_has_run(fronts: Fronts) -> N
     fronts.l3.estimates.prefill.seconds = lambda tokens, prefix: tokens * 5 + prefix
     fronts.eager.fronts.governor.pace = Pace(0.5, "shorter")
     assert fronts.eager.fronts.seconds_to_recompute(8 * SIZE, 3) == 2 * (8 * SIZE * 5 + 3)
-    fronts.eager.fronts._budget._recomputing.measured(2 * SIZE, 0, 6.0 * SIZE)
+    fronts.eager.fronts._budget._recomputing.add_time(2 * SIZE, 0, 6.0 * SIZE)
     assert fronts.eager.fronts.seconds_to_recompute(8 * SIZE, 3) == 2 * 3 * 8 * SIZE
 
 
@@ -419,10 +423,10 @@ def test_a_front_is_not_waited_for_where_slices_do_not_reach_it(fronts: Fronts) 
     meeting.set_pages(8)
     alone = 8 * SIZE
     # The scheduler has not looked yet: the reader leaves to the front what that may reach.
-    assert fronts.eager.fronts.until_met(meeting, 0)[0] == pytest.approx(alone * 6 / 8)
+    assert fronts.eager.fronts.seconds_until_met(meeting, 0)[0] == pytest.approx(alone * 6 / 8)
     for reachable in range(9):
         meeting.reachable = reachable
-        together, _ = fronts.eager.fronts.until_met(meeting, 0)
+        together, _ = fronts.eager.fronts.seconds_until_met(meeting, 0)
         # Slices are three times as slow as L3: they recompute a quarter, if they reach so far.
         assert together == pytest.approx(alone * max(6, 8 - reachable) / 8)
 

@@ -147,8 +147,8 @@ def test_nobody_waits_for_threads_that_died(gate: HitGate, controller: Any) -> N
 
 def became_slow(gate: HitGate) -> None:
     for _ in range(3):
-        gate.prefilled(TOKENS, 0, 0, 1.0)
-        gate.estimates.read.measured(TOKENS, 0, 10.0)
+        gate.batch_ended(TOKENS, 0, 0, 1.0)
+        gate.estimates.read.add_time(TOKENS, 0, 10.0)
 
 
 @pytest.fixture
@@ -200,8 +200,8 @@ def test_of_a_hit_whose_end_is_slow_the_front_is_taken_if_parts_are_worth_someth
     kind: dict[str, Any], taken: int, slow_l3: HitGate
 ) -> None:
     for _ in range(3):
-        slow_l3.estimates.read.measured(TOKENS, 0, 0.1)
-        slow_l3.estimates.shared.measured(TOKENS, 0, 10.0)
+        slow_l3.estimates.read.add_time(TOKENS, 0, 0.1)
+        slow_l3.estimates.shared.add_time(TOKENS, 0, 10.0)
     keys, tokens = look_up(asking(behind=3), **kind)
     assert (len(keys), tokens) == (taken // SIZE, taken)
 
@@ -222,7 +222,7 @@ def test_a_slow_prefetch_ends_unless_that_would_discard_what_has_arrived(
     became_slow(gate)
     turn = Turn(cache := cache_of(SimpleNamespace()))
     ongoing = {"a": SimpleNamespace(operation=operation)}
-    cache.ongoing_prefetch = gate.prefetches.watched(ongoing)
+    cache.ongoing_prefetch = gate.prefetches.watch(ongoing)
     gate.propose_ends(turn)
     turn.agree(alone)
     gate.apply_ends()
@@ -262,13 +262,13 @@ def test_a_hit_has_a_front_only_behind_tokens_that_are_on_the_device(
 def test_the_gate_hears_how_far_slices_still_reach(
     reachable: int | None, front: int, said: float, runtime: Runtime
 ) -> None:
-    running = runtime.prefetches.of(prefetch())
+    running = runtime.prefetches.prefetch_of(prefetch())
     running.meeting = meeting = Meeting()
     meeting.set_pages(PAGES)
-    meeting.launched(range(front))
-    meeting.arrived(6, PAGES)
+    meeting.front_launched(range(front))
+    meeting.set_back(6, PAGES)
     meeting.reachable = reachable
-    running.came(front * SIZE, SIZE)
+    running.set_arrived(front * SIZE, SIZE)
     assert (running.reachable, running.lost) == (said, 2 * SIZE)
 
 

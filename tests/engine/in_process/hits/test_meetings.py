@@ -56,7 +56,7 @@ class Rank:
     def _run(self) -> None:
         report: Any = self.reports.append
         read = of_operation(self.operation, SIZE, self._read, report, back=True)
-        BatchedReads(SIZE, L3Progress()).transfer(read, self.meeting, self._until_met)
+        BatchedReads(SIZE, L3Progress()).transfer(read, self.meeting, self._seconds_until_met)
         self.done = True
         self._stopped.release()
 
@@ -64,7 +64,9 @@ class Rank:
         self._stopped.release()
         self._may_go_on.acquire()
 
-    def _until_met(self, meeting: Meeting, prefix: int, *, longest: bool) -> tuple[float, float]:
+    def _seconds_until_met(
+        self, meeting: Meeting, prefix: int, *, longest: bool
+    ) -> tuple[float, float]:
         self._stop()
         return 1.0, 1.0  # the front adds nothing
 
@@ -128,7 +130,7 @@ class Meetings(RuleBasedStateMachine):
             return
         for rank in self.ranks:
             if taken[0]:
-                rank.meeting.launched(taken[0])
+                rank.meeting.front_launched(taken[0])
         self.launched.update(taken[0])
 
     failed = False
@@ -140,7 +142,7 @@ class Meetings(RuleBasedStateMachine):
             agree(reports)
             for rank, report in zip(self.ranks, reports, strict=True):
                 apply_reports([report], {rank.operation}, Operation.prefetches, SIZE)
-                assert rank.operation.completed_tokens == rank.meeting.pages * SIZE
+                assert rank.operation.completed_tokens == rank.meeting.counted_pages * SIZE
             self.drained += 1
 
     @rule(ends=st.integers(0, 19))
@@ -156,14 +158,14 @@ class Meetings(RuleBasedStateMachine):
     def what_counts_is_there_and_nobody_writes_to_it(self) -> None:
         if not hasattr(self, "ranks"):
             return
-        [counted] = {rank.meeting.pages for rank in self.ranks}
+        [counted] = {rank.meeting.counted_pages for rank in self.ranks}
         assert self.counted <= counted <= self.pages
         self.counted = counted
         for rank in self.ranks:
             assert not rank.written & self.launched, "read and recomputed"
             assert set(range(counted)) <= rank.read | self.launched
             assert not set(rank.reading) & set(range(counted)), "a thread writes there"
-            assert set(rank.meeting.here) <= rank.read
+            assert set(rank.meeting.back) <= rank.read
 
     def teardown(self) -> None:
         """However it went: in the end the pages before the first one that is lost count."""

@@ -31,7 +31,7 @@ def most_steps(request: pytest.FixtureRequest, monkeypatch: MonkeyPatch) -> None
 def waiting(waited: Callable[[float], None]) -> L3Progress:
     """Hears of seconds in which L3 is not read."""
     l3 = L3Progress()
-    l3.waited = waited  # type: ignore[method-assign]
+    l3.paused = waited  # type: ignore[method-assign]
     return l3
 
 
@@ -101,7 +101,7 @@ class BackRank:
     def __init__(self, pages: int, front: int = 0, share: float = 1.0) -> None:
         self.reports: list[BackAck] = []
         self.read_pages: list[int] = []
-        self.batches, self.front, self.meeting, self.waited = 0, front, Meeting(), 0.0
+        self.batches, self.front, self.meeting, self.paused = 0, front, Meeting(), 0.0
         self.operation: Any = Operation(pages, SIZE)
         self.operation.prefix_keys, self.operation.meeting = ["before"], self.meeting
         report: Any = self.reports.append
@@ -111,7 +111,7 @@ class BackRank:
 
     def _wait(self, seconds: float) -> None:
         assert seconds >= 0
-        self.waited += seconds
+        self.paused += seconds
 
     def read(self, operation: Any, keys: list[str], host_indices: torch.Tensor, info: Any) -> int:
         pages = [int(key) for key in keys]
@@ -121,7 +121,7 @@ class BackRank:
         self.read_pages += pages
         if self.batches == READS:
             taken = self.meeting.take_offered(self.meeting.offer(self.front))
-            self.meeting.launched(taken)
+            self.meeting.front_launched(taken)
         return len(pages)
 
     def heard(self, *, running: bool = True) -> int:
@@ -194,7 +194,7 @@ def test_from_the_back_parts_reach_to_where_the_front_will_be(pages: int, share:
     assert sorted(rank.read_pages) == list(range(pages))
     left, at = pages, 0
     # A last page that the front would reach sooner was waited for as long as reading takes.
-    assert rank.waited >= (2**-10 if share <= 0.5 else 0.0)
+    assert rank.paused >= (2**-10 if share <= 0.5 else 0.0)
     while left:  # what stays unread when the front has done its share of it is the front's
         part = max(1, min(most - at % most, int(share * left)))
         assert rank.read_pages[at : at + part] == list(range(left - part, left))

@@ -85,7 +85,7 @@ class Server:
 
     def read(self, operation: Any, keys: list[str], indices: Any, info: Any) -> int:
         self.sleep(self.read_seconds(len(keys)))
-        self.l3.arrived(len(keys) * SIZE)
+        self.l3.part_arrived(len(keys) * SIZE)
         return len(keys)
 
     def seconds_of_hit(self, *, slices: bool = True) -> float:
@@ -95,11 +95,13 @@ class Server:
         if slices:
             self.cache.ongoing_prefetch[0] = operation
         tokens, step = self.pages * SIZE, batch_pages(self.pages) * SIZE
-        self.l3.reading = Reading(Operation.prefetches.of(operation), 0, tokens, tokens, step, 0, 0)
+        self.l3.reading = Reading(
+            Operation.prefetches.prefetch_of(operation), 0, tokens, tokens, step, 0, 0
+        )
         report = partial(self._report, operation)
         read = of_operation(operation, SIZE, self.read, report, back=slices)
         batches = BatchedReads(SIZE, self.l3)
-        batches.transfer(read, meeting, self.eager.fronts.until_met)
+        batches.transfer(read, meeting, self.eager.fronts.seconds_until_met)
         assert operation.completed_tokens == tokens or not slices
         return max(self.now, self.gpu_free)
 
@@ -108,7 +110,7 @@ class Server:
 
     def know(self, pages: int) -> None:
         """A hit was read before."""
-        self.l3.estimates.read.measured(pages * SIZE, 0, self.read_seconds(pages))
+        self.l3.estimates.read.add_time(pages * SIZE, 0, self.read_seconds(pages))
 
 
 speeds = st.floats(-5, -1).map(lambda exponent: 10**exponent)

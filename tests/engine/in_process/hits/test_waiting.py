@@ -150,7 +150,7 @@ class Cache:
 def cache(runtime: Runtime) -> Cache:
     found = Cache()
     found.prefetches = runtime.prefetches
-    found.ongoing_prefetch = found.prefetches.watched({})
+    found.ongoing_prefetch = found.prefetches.watch({})
     batches = {"waiting_queue": [], "running_batch": None, "last_batch": None}
     runtime.prefetches.scheduler = SimpleNamespace(tree_cache=found, **batches)
     return found
@@ -213,7 +213,7 @@ def test_a_flush_forgets_the_answers_that_waited(cache: Cache) -> None:
     cache.answer(*(Operation(str(n), 640, 1000 * n) for n in range(40)))
     assert cache.take() == ["0"]
     cache.cache_controller.prefetch_hit_queue.queue.clear()
-    cache.ongoing_prefetch = cache.prefetches.watched({})
+    cache.ongoing_prefetch = cache.prefetches.watch({})
     assert cache.prefetches.reading == cache.prefetches.waiting == {}
     cache.answer(*(Operation(str(n), 320, 1000 * n) for n in range(30)))
     cache.answer(Operation("nothing", 0, 90_000))

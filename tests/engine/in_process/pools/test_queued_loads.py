@@ -55,7 +55,7 @@ class Pipeline:
         self.recomputed: list[Recompute | None] = []
         self.problem: Exception | None = None
 
-    def handed_out(self) -> None:
+    def mark_handed_out(self) -> None:
         pass
 
     def start(self, pages: Any, slots: Any, recompute: Recompute | None = None) -> Any:

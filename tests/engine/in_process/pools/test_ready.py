@@ -37,7 +37,7 @@ class Pipeline:
         assert len(slots) == PAGE * len(pages)
         return self.restore
 
-    def handed_out(self) -> None:
+    def mark_handed_out(self) -> None:
         self.may_be_read = True
 
     def finished(self) -> list[Any]:

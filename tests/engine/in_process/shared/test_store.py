@@ -128,7 +128,7 @@ def taken(runtime: Runtime, pages: int, far: int) -> HitGate:
     runtime.judge(None, "test", 1.0)
     gate, prefetch, tokens = runtime.hit_gate, Prefetch("a"), pages * PAGE
     assert gate is not None
-    assert gate.takes(prefetch, tokens, tokens, far * PAGE) == tokens
+    assert gate.tokens_to_read(prefetch, tokens, tokens, far * PAGE) == tokens
     gate.read_begins(prefetch, tokens, PAGE)
     return gate
 
@@ -150,7 +150,7 @@ def test_reads_tell_how_fast_a_store_is(first: Machine, second: Machine, runtime
     second.hit(2)
     gate = taken(runtime, 2, far=second.storage.take_found_shared())
     assert second.read(0, 1) == [True, True]
-    gate.l3.arrived(2 * PAGE)
+    gate.l3.part_arrived(2 * PAGE)
     gate.read_ends()
     assert gate.estimates.rates().keys() == {"shared_read"}
 

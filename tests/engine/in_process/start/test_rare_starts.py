@@ -16,7 +16,7 @@ from pytest import LogCaptureFixture, MonkeyPatch
 from bench.harness.tracing import hcache_trace
 from hcache_backend.capture.hooks import HiddenCapture, _FedHook
 from hcache_backend.checks import round_trip, self_check
-from hcache_backend.checks.self_check import Found, LayerSpecs
+from hcache_backend.checks.self_check import Finding, LayerSpecs
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.host.index_keys import IndexKeys
 from hcache_backend.plan.profile import Rate, preset_profile
@@ -172,7 +172,7 @@ class Unproven(LayerSpecs):
         self._observed = SimpleNamespace(hidden=[hidden], layers=layers)
         self._projector = SimpleNamespace(pool=SimpleNamespace(dtype=torch.bfloat16))
         spec = SimpleNamespace(fused=True, projection=lambda: "a kind")
-        self._found = [Found(spec, "a spec", None), Found(None, "none", None)]
+        self._findings = [Finding(spec, "a spec", None), Finding(None, "none", None)]
         self._group, self._report = None, lambda: None
         self.lost: list[str] = []
         self._weights = SimpleNamespace(begin_quarantine=self.lost.append)
@@ -201,7 +201,7 @@ def test_on_a_gpu_each_kind_is_measured_once(
     monkeypatch.setattr(self_check, "kind_of", lambda projection: projection)
     monkeypatch.setattr(self_check, "measure_choice", lambda *given: measured.append(given))
     specs = Unproven()
-    specs._found *= 2
+    specs._findings *= 2
     specs.measure()
     assert measured == [("a kind", torch.bfloat16)]
     monkeypatch.setattr(self_check, "measure_choice", NONE_LEFT)
@@ -212,11 +212,14 @@ def test_on_a_gpu_each_kind_is_measured_once(
 def test_a_search_or_a_kernel_that_breaks_leaves_the_module(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "find_spec", failing(KeyError("a test's")))
     specs = Unproven()
-    found = specs._find(None, SimpleNamespace(own="own", samples=[]))
-    assert (found.spec, found.own) == (None, "own") and "the search broke: KeyError" in found.detail
+    found = specs._find(None, SimpleNamespace(of_module="own", samples=[]))
+    assert (found.spec, found.of_module) == (
+        None,
+        "own",
+    ) and "the search broke: KeyError" in found.detail
     monkeypatch.setattr(self_check, "ways_in_use", lambda *_: [None])
-    specs._observed = SimpleNamespace(written=failing(RuntimeError("no compiler")))
-    written = specs._written(SimpleNamespace(index=0), specs._found[0])
+    specs._observed = SimpleNamespace(write_exactness=failing(RuntimeError("no compiler")))
+    written = specs._check_writing(SimpleNamespace(index=0), specs._findings[0])
     assert written.spec is None and "its kernel failed: RuntimeError: no compiler" in written.detail
 
 
@@ -319,7 +322,10 @@ def test_latents_that_nobody_exchanges_are_restored_while_l3_is_read(
     monkeypatch.setattr(page_plan, "attention_ranks", lambda: ranks)
     monkeypatch.setattr(build, "install", lambda hooks: None)
     start: Any = SimpleNamespace(_kvcache=pool, server=asked)
-    start.step, start._written = lambda work, *given: work(*given), lambda: torch.arange(page)
+    start.step, start._write_check_tokens = (
+        lambda work, *given: work(*given),
+        lambda: torch.arange(page),
+    )
     found = build.Start._latent_exchange(start, ranks.world_size)
     assert (found is exchange, found is None) == (exchanges, not exchanges)
     reason = refusal(EAGER, replace(start.server, exchanges=found is not None))
@@ -345,7 +351,7 @@ def test_models_of_unusual_layers_are_refused() -> None:
     with pytest.raises(Refused, match=r"are numbered \[\]"):
         passes.attention_modules(torch.nn.Linear(2, 2), 1)
     two = torch.arange(2)
-    passed = self_check.Passed(None, two, two, two)
+    passed = self_check.ForwardPass(None, two, two, two)
     seen: Any = SimpleNamespace(name="layer", calls=[], projection=None, hidden=None)
     with pytest.raises(Refused, match="called 0 times in one forward pass, and no projection"):
         self_check._describe(0, seen, passed, calls=True)

@@ -230,7 +230,7 @@ def test_the_log_the_metric_and_the_report_say_what_a_server_goes_without(
     runtime.pages.use_own_pages("no room")
     runtime.options.unused = {RECOMPUTATION: "it is multimodal", EAGER: "option 'restore'"}
     with caplog.at_level("INFO", "hcache"):
-        capabilities.tell(runtime)
+        capabilities.log_unused(runtime)
     without = dict(runtime.options.unused)
     said = "; ".join(f"{name} ({reason})" for name, reason in without.items())
     assert f"hcache: not used: {said}" in caplog.text
@@ -265,7 +265,7 @@ def test_it_is_found_whether_a_token_depends_on_others(
     rows = torch.randn(8, 4)
     before = rows.clone()
     given = ((), {"x": rows}) if named else ((rows,), {})
-    assert self_check._depends(SimpleNamespace(forward=forward), *given) == depends
+    assert self_check._depends_on_batch(SimpleNamespace(forward=forward), *given) == depends
     assert torch.equal(rows, before)
 
 
@@ -281,7 +281,7 @@ def test_a_module_that_depends_on_the_batch_is_refused(depends: tuple[str, ...])
 def test_modules_that_receive_quantised_rows_count_as_dependent() -> None:
     """The rows before they were quantised are unknown."""
     rows = torch.zeros(2, 4, dtype=torch.float8_e4m3fn)
-    assert self_check._depends(SimpleNamespace(), (rows,), {})
+    assert self_check._depends_on_batch(SimpleNamespace(), (rows,), {})
 
 
 def test_modules_whose_kernels_share_a_workspace() -> None:
