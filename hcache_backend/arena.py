@@ -202,15 +202,15 @@ class Arena:
     def shadows(self) -> Ids:
         return self._shadow.copy()
 
-    def allocated(self, slots: Ids) -> None:
+    def note_allocated(self, slots: Ids) -> None:
         """``slots`` were allocated: their rows are void."""
         self._unlink_device(slots // self.layout.page_size)
         self._refill(slots)
         self._lost[slots] = False
 
-    def not_captured(self, slots: Ids) -> None:
+    def note_not_captured(self, slots: Ids) -> None:
         """A forward pass fills ``slots`` and leaves no rows."""
-        self.allocated(slots)
+        self.note_allocated(slots)
         self._lost[slots] = True
 
     @property
@@ -301,7 +301,7 @@ class Arena:
         """Mask of ``slots`` whose rows are known not to fit the codec."""
         return self._rows[slots] == RowState.UNFIT
 
-    def loaded(self, slots: Ids, host_pages: Ids, tickets: Ids) -> None:
+    def note_loaded(self, slots: Ids, host_pages: Ids, tickets: Ids) -> None:
         """``slots`` were allocated for the tokens of ``host_pages``, which had these ``tickets``.
         One that was freed meanwhile, or is unfit, has no rows for them."""
         size = self.layout.page_size
@@ -311,9 +311,9 @@ class Arena:
         self.host_access(physical, write=False, header=True)
         self._positions[slots] = self.layout.positions(self.memory)[physical].ravel()
         self._token_ids[slots] = self.layout.token_ids(self.memory)[physical].ravel()
-        there = (self._state[host_pages] == _PageState.HERE) & (self._ticket[host_pages] == tickets)
-        self._link(host_pages[there], pages[there])
-        self._rows[slots] = np.where(np.repeat(there, size), RowState.VALID, RowState.VOID)
+        kept = (self._state[host_pages] == _PageState.HERE) & (self._ticket[host_pages] == tickets)
+        self._link(host_pages[kept], pages[kept])
+        self._rows[slots] = np.where(np.repeat(kept, size), RowState.VALID, RowState.VOID)
 
     def forget(self) -> None:
         """All rows lost their meaning; pages in host memory keep what is there."""

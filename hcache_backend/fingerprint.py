@@ -52,12 +52,12 @@ def digest_tensors(
         for i, (name, tensor) in enumerate(by_name)
     ]
     totals = {device: each.sum(1).tolist() for device, each in sums.items()}
-    found = []
+    digests = []
     for i, (name, tensor) in enumerate(by_name):
         exact, rows = (total % (1 << 64) for total in totals[tensor.device][i])
-        kind = str(tensor.dtype), tuple(tensor.shape), widths[i]
-        found.append(TensorDigest(name, *kind, exact, rows))
-    return found
+        form = str(tensor.dtype), tuple(tensor.shape), widths[i]
+        digests.append(TensorDigest(name, *form, exact, rows))
+    return digests
 
 
 def fingerprint(ranks: Sequence[Sequence[TensorDigest]]) -> bytes:
@@ -84,7 +84,7 @@ def any_ranks_fingerprint(ranks: Sequence[Sequence[TensorDigest]]) -> bytes:
     return digest.digest()
 
 
-def of_all_stages(stages: Sequence[bytes]) -> bytes:
+def combine_stages(stages: Sequence[bytes]) -> bytes:
     """Digest (16 bytes) of all pipeline stages: each depends on the weights of those before."""
     return stages[0] if len(stages) == 1 else xxhash.xxh3_128_digest(b"".join(stages))
 

@@ -37,13 +37,13 @@ def smallest(group: Group, *numbers: int) -> list[int]:
     return list[int](least.tolist())
 
 
-def sum_of_all_ranks(group: Group, own: torch.Tensor) -> torch.Tensor:
+def sum_of_all_ranks(group: Group, table: torch.Tensor) -> torch.Tensor:
     """What all ranks of ``group`` have, on the CPU, added in their order: equal to the bit."""
     if group is None or not dist.is_initialized() or dist.get_world_size(group=group) == 1:
-        return own
-    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group=group))]
-    dist.all_gather(every, own.contiguous(), group=group)
-    return torch.stack(every).sum(0)
+        return table
+    tables = [torch.empty_like(table) for _ in range(dist.get_world_size(group=group))]
+    dist.all_gather(tables, table.contiguous(), group=group)
+    return torch.stack(tables).sum(0)
 
 
 def all_or_none(groups: tuple[Group, ...], work: Callable[[], _Result]) -> _Result:
@@ -75,12 +75,12 @@ class Proposal(NamedTuple):
     """Numbers that one part of ours added to a turn: where they are among all of them."""
 
     turn: Turn
-    where: slice
+    places: slice
 
     @property
     def least(self) -> list[int]:
         """The smallest of each on all ranks; known once the ranks have agreed."""
-        return self.turn.least[self.where]
+        return self.turn.least[self.places]
 
 
 class Turn:
@@ -89,15 +89,15 @@ class Turn:
     def __init__(self, cache: Any = None) -> None:
         self.cache = cache  # SGLang's radix cache, whose turn it is
         self.least: list[int] = []  # the smallest of each on all ranks, from :meth:`agree`
-        self._own: list[int] = []
+        self._numbers: list[int] = []
 
     def propose(self, *numbers: int) -> Proposal:
-        self._own += numbers
-        return Proposal(self, slice(len(self._own) - len(numbers), len(self._own)))
+        self._numbers += numbers
+        return Proposal(self, slice(len(self._numbers) - len(numbers), len(self._numbers)))
 
     def agree(self, reduce: Callable[[torch.Tensor, Any], object]) -> None:
         """Reduce the numbers of all ranks, if there are any, by ``reduce(tensor, operation)``."""
-        numbers = torch.tensor(self._own, dtype=torch.int64)
-        if self._own:
+        numbers = torch.tensor(self._numbers, dtype=torch.int64)
+        if self._numbers:
             reduce(numbers, dist.ReduceOp.MIN)
         self.least = numbers.tolist()

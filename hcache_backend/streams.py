@@ -90,9 +90,9 @@ def run_here(device: torch.device, work: Callable[..., object], *args: Any) -> N
     _door.run_here(device, work, *args)
 
 
-def of(engine_stream: Any) -> Stream:
+def wrap_engine_stream(engine_stream: Any) -> Stream:
     """One of the engine's own streams: a ``torch.cuda.Stream`` or the CPU's stand-in."""
-    return _door.of(engine_stream)
+    return _door.wrap_engine_stream(engine_stream)
 
 
 def host_tensor(
@@ -350,7 +350,7 @@ class Door:
         else:
             stream.run(partial(work, *args))
 
-    def of(self, engine_stream: Any) -> Stream:
+    def wrap_engine_stream(self, engine_stream: Any) -> Stream:
         if not isinstance(engine_stream, torch.cuda.Stream):
             return _INLINE
         # torch hands out 32 streams in turn, so two may be the same.

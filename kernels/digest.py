@@ -34,13 +34,13 @@ def digest_rows(rows: torch.Tensor, start: int, sums: torch.Tensor) -> None:
         digest_launch(words, start, sums).run()
         return
     words = words.to(torch.int64)
-    place = torch.arange(words.shape[1], device=words.device) * _MIX_B | 1
-    mixed = (words ^ (words >> 29)) * _MIX_A + words * place
-    found = (mixed ^ (mixed >> 32)).sum(1)
-    found = (found ^ (found >> 31)) * _MIX_B
-    found = found ^ (found >> 29)
-    place = torch.arange(start, start + len(found), device=words.device) * _MIX_B | 1
-    sums[0] += torch.stack(((found * place).sum(), found.sum()))
+    places = torch.arange(words.shape[1], device=words.device) * _MIX_B | 1
+    mixed = (words ^ (words >> 29)) * _MIX_A + words * places
+    digests = (mixed ^ (mixed >> 32)).sum(1)
+    digests = (digests ^ (digests >> 31)) * _MIX_B
+    digests = digests ^ (digests >> 29)
+    places = torch.arange(start, start + len(digests), device=words.device) * _MIX_B | 1
+    sums[0] += torch.stack(((digests * places).sum(), digests.sum()))
 
 
 def _words(rows: torch.Tensor) -> torch.Tensor:
@@ -81,19 +81,19 @@ def digest_kernel(
     rows = tl.zeros((ROWS,), tl.int64)
     for first in range(program * ROWS, n, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS).to(tl.int64)
-        found = tl.zeros((ROWS,), tl.int64)
+        digests = tl.zeros((ROWS,), tl.int64)
         for begin in range(0, width, BLOCK):
             at = begin + tl.arange(0, BLOCK)
-            there = (row < n)[:, None] & (at < width)[None, :]
-            word = tl.load(words + row[:, None] * width + at[None, :], mask=there, other=0)
+            inside = (row < n)[:, None] & (at < width)[None, :]
+            word = tl.load(words + row[:, None] * width + at[None, :], mask=inside, other=0)
             word = word.to(tl.int64)
             place = at.to(tl.int64) * MIX_B | 1
             mixed = (word ^ (word >> 29)) * MIX_A + word * place[None, :]
-            found += tl.sum(mixed ^ (mixed >> 32), 1)
-        found = (found ^ (found >> 31)) * MIX_B
-        found = found ^ (found >> 29)
-        exact += found * ((start + row) * MIX_B | 1)
-        rows += found
+            digests += tl.sum(mixed ^ (mixed >> 32), 1)
+        digests = (digests ^ (digests >> 31)) * MIX_B
+        digests = digests ^ (digests >> 29)
+        exact += digests * ((start + row) * MIX_B | 1)
+        rows += digests
     total = sums + 2 * program
     tl.store(total, tl.load(total) + tl.sum(exact))
     tl.store(total + 1, tl.load(total + 1) + tl.sum(rows))

@@ -37,8 +37,8 @@ class StepTargets:
 
 def begin_rows(
     tokens: TokenRows,
-    where: torch.Tensor,
-    copied: torch.Tensor,
+    table: torch.Tensor,
+    host_table: torch.Tensor,
     now: StepTargets,
     number: int,
     placed: range,
@@ -47,16 +47,16 @@ def begin_rows(
 
     Args:
         tokens: On the device, ``[n]`` each.
-        where: The same in one, int64 ``[3, n]``, contiguous, on the device.
-        copied: The same for the host, int64 ``[3 * n]``, memory that the device can write (pinned).
+        table: The same in one, int64 ``[3, n]``, contiguous, on the device.
+        host_table: The same for the host, int64 ``[3 * n]``, in memory that the device can write.
         number: Number of the step.
         placed: Rows of staging for the step: consecutive, as many as tokens; or none.
     """
-    if where.is_cuda:
-        begin_launch(tokens, where, copied, now, number, placed).run()
+    if table.is_cuda:
+        begin_launch(tokens, table, host_table, now, number, placed).run()
         return
-    torch.stack([values.to(torch.int64) for values in tokens], out=where)
-    copied.copy_(where.view(-1))
+    torch.stack([values.to(torch.int64) for values in tokens], out=table)
+    host_table.copy_(table.view(-1))
     now.targets.fill_(NOWHERE)
     now.targets[: len(placed)] = torch.arange(placed.start, placed.stop, device=now.targets.device)
     now.number.fill_(number)
@@ -76,8 +76,8 @@ def judge_rows(marks: torch.Tensor, step: int, verdicts: torch.Tensor) -> None:
 
 def begin_launch(
     tokens: TokenRows,
-    where: torch.Tensor,
-    copied: torch.Tensor,
+    table: torch.Tensor,
+    host_table: torch.Tensor,
     now: StepTargets,
     number: int,
     placed: range,
@@ -85,7 +85,7 @@ def begin_launch(
     slots, positions, token_ids = (values.contiguous() for values in tokens)
     most = now.targets.numel()
     given = {"slots": slots, "positions": positions, "token_ids": token_ids, "n": slots.numel()}
-    given |= {"where": where, "copied": copied, "targets": now.targets, "step": now.number}
+    given |= {"table": table, "host_table": host_table, "targets": now.targets, "step": now.number}
     given |= {"number": number, "first": placed.start, "placed": len(placed), "most": most}
     grid = (triton.cdiv(max(slots.numel(), most), _BEGUN),)
     return block_launch(begin_kernel, grid, _BEGUN, _WARP, **given, NONE=NOWHERE)
@@ -100,14 +100,14 @@ def judge_launch(marks: torch.Tensor, step: int, verdicts: torch.Tensor) -> Laun
 
 @triton.jit(  # else it is compiled again in service
     do_not_specialize=["n", "number", "first", "placed", "most"],
-    do_not_specialize_on_alignment=["slots", "positions", "token_ids", "where", "copied"],
+    do_not_specialize_on_alignment=["slots", "positions", "token_ids", "table", "host_table"],
 )
 def begin_kernel(
     slots,  # int [n]
     positions,  # int [n]
     token_ids,  # int [n]
-    where,  # int64 [3, n]
-    copied,  # int64 [3, n]
+    table,  # int64 [3, n]
+    host_table,  # int64 [3, n]
     targets,  # int64 [most]
     step,  # int64 [1]
     n,
@@ -122,12 +122,12 @@ def begin_kernel(
     slot = tl.load(slots + at, mask=at < n).to(tl.int64)
     position = tl.load(positions + at, mask=at < n).to(tl.int64)
     token_id = tl.load(token_ids + at, mask=at < n).to(tl.int64)
-    tl.store(where + at, slot, mask=at < n)
-    tl.store(where + n + at, position, mask=at < n)
-    tl.store(where + 2 * n + at, token_id, mask=at < n)
-    tl.store(copied + at, slot, mask=at < n)
-    tl.store(copied + n + at, position, mask=at < n)
-    tl.store(copied + 2 * n + at, token_id, mask=at < n)
+    tl.store(table + at, slot, mask=at < n)
+    tl.store(table + n + at, position, mask=at < n)
+    tl.store(table + 2 * n + at, token_id, mask=at < n)
+    tl.store(host_table + at, slot, mask=at < n)
+    tl.store(host_table + n + at, position, mask=at < n)
+    tl.store(host_table + 2 * n + at, token_id, mask=at < n)
     target = tl.where(at < placed, first + at, NONE).to(tl.int64)
     tl.store(targets + at, target, mask=at < most)
     if tl.program_id(0) == 0:

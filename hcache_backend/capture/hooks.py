@@ -37,7 +37,7 @@ class HiddenCapture:
         self.staging: Staging | None = None  # recorded CUDA graphs copy to it
         self._capture: StagedCapture | None = None  # None until its check has passed
         self._trial = self._tokens_only = False
-        self._aside: Callable[[int, object], None] | None = None
+        self._diverted_to: Callable[[int, object], None] | None = None
         self._thread = get_ident()
         self._called = [False] * len(layers)
         self._hooks: list[Any] = []
@@ -46,8 +46,8 @@ class HiddenCapture:
             on_call = partial(self._on_call, index)
             self._hooks.append(module.register_forward_pre_hook(on_call))
             for linear in linears:
-                fed = partial(self._on_linear, index)
-                self._hooks.append(linear.register_forward_pre_hook(fed, with_kwargs=True))
+                on_input = partial(self._on_linear, index)
+                self._hooks.append(linear.register_forward_pre_hook(on_input, with_kwargs=True))
 
     def remove(self) -> None:
         """Nothing is captured, now or later: no hook is left, and no memory on the device."""
@@ -62,7 +62,7 @@ class HiddenCapture:
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
-            _FedHook(projection, partial(self._take, index))
+            _InputHook(projection, partial(self._take, index))
             for index, projection in enumerate(projections)
         ]
 
@@ -72,7 +72,7 @@ class HiddenCapture:
         self._capture, self._tokens_only = capture, tokens_only
 
     @contextmanager
-    def trying(self, capture: StagedCapture) -> Iterator[None]:
+    def capture_trial(self, capture: StagedCapture) -> Iterator[None]:
         """Within the block every forward pass is captured, and not counted."""
         self._capture, self._trial = capture, True
         try:
@@ -81,35 +81,35 @@ class HiddenCapture:
             self._capture, self._trial = None, False
 
     @contextmanager
-    def to(self, take: Callable[[int, object], None]) -> Iterator[None]:
-        """Within the block ``take(layer, hidden)`` gets what passes, and may raise into it."""
-        self._aside = take
+    def divert_to(self, take: Callable[[int, object], None]) -> Iterator[None]:
+        """Within the block ``take(layer, hidden)`` gets the inputs instead; it may raise."""
+        self._diverted_to = take
         try:
             yield
         finally:
-            self._aside = None
+            self._diverted_to = None
 
     def forward(self, batch: Any, run: Callable[[], Any]) -> Any:
         """One forward pass of the engine: ``run`` does it."""
         if (capture := self._capture) is None:
             return run()
         self._thread = get_ident()
-        self._guarded(capture.ledger.pass_begins)
-        step = self._guarded(self._begin, capture, batch)
+        self._log_errors(capture.ledger.pass_begins)
+        step = self._log_errors(self._begin, capture, batch)
         output = run()
         if step is not None:
             replayed = bool(getattr(output, "can_run_graph", False))
-            self._guarded(self._end, capture, step, replayed)
+            self._log_errors(self._end, capture, step, replayed)
         return output
 
-    def _guarded(self, work: Callable[..., Any], *args: object) -> Any:
+    def _log_errors(self, work: Callable[..., Any], *args: object) -> Any:
         try:
             return work(*args)
         except Exception as error:
-            self._failed(error)
+            self._note_error(error)
             return None
 
-    def _failed(self, error: Exception) -> None:
+    def _note_error(self, error: Exception) -> None:
         logger.debug("hcache: capture failed", exc_info=error)
         self._complain(f"{type(error).__name__}: {error}")
 
@@ -120,7 +120,7 @@ class HiddenCapture:
         except Exception:
             capture.give_up_step()
             if (slots := _slots(batch)) is not None:
-                capture.ledger.not_captured(slots)
+                capture.ledger.note_not_captured(slots)
             raise
 
     def _begin_step(self, capture: StagedCapture, batch: Any) -> Step | None:
@@ -140,7 +140,7 @@ class HiddenCapture:
             problem = "a step without one token id and position for each slot"
         if problem is not None:
             capture.skip()
-            capture.ledger.not_captured(slots)
+            capture.ledger.note_not_captured(slots)
             self._complain(problem)
             return None
         step = capture.begin(slots, positions, ids)
@@ -172,8 +172,8 @@ class HiddenCapture:
     def _take(self, index: int, hidden: object) -> None:
         if get_ident() != self._thread:
             return  # a restore may project with attention modules on a thread of its own
-        if self._aside is not None:
-            self._aside(index, hidden)
+        if self._diverted_to is not None:
+            self._diverted_to(index, hidden)
             return
         try:
             if self._capture is not None:
@@ -181,7 +181,7 @@ class HiddenCapture:
             elif self.staging is not None:
                 self.staging.record(index, hidden)
         except Exception as error:
-            self._failed(error)
+            self._note_error(error)
 
     def _publish(self, capture: StagedCapture) -> None:
         elapsed, missing, unfit = capture.ledger.take_counts()
@@ -196,22 +196,22 @@ class HiddenCapture:
             once = "(logged once, counted always)"
             logger.warning("hcache: %s; their pages do not go to L3 %s", what, once)
 
-    def _complain(self, what: str) -> None:
+    def _complain(self, problem: str) -> None:
         metrics.PROBLEMS.count("capture")
         if not self._complained:
             self._complained = True
-            logger.warning("hcache: not captured: %s (logged once, counted always)", what)
+            logger.warning("hcache: not captured: %s (logged once, counted always)", problem)
 
 
-class _FedHook:
-    """Tells ``fed`` what ``module`` is given first, before each of its forward passes."""
+class _InputHook:
+    """Tells ``on_input`` what ``module`` is given first, before each of its forward passes."""
 
-    def __init__(self, module: torch.nn.Module, fed: Callable[[object], None]) -> None:
+    def __init__(self, module: torch.nn.Module, on_input: Callable[[object], None]) -> None:
         self._module, self._before = module, vars(module).get("forward")
         forward = module.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            fed(args[0] if args else next(iter(kwargs.values()), None))
+            on_input(args[0] if args else next(iter(kwargs.values()), None))
             return forward(*args, **kwargs)
 
         module.forward = self._watched = watched
@@ -240,9 +240,9 @@ class RecomputedRows:
     _rows: torch.Tensor | None = None  # [layers, n, hidden], of the model's dtype
     _seen: list[int] = field(default_factory=list)  # of each layer, how many
 
-    def taken_from(self, recompute: Recompute) -> Recompute:
-        """The same, and its rows are taken; if a layer shows too few it has failed."""
-
+    def with_rows_taken(self, recompute: Recompute) -> Recompute:
+        """The same, and its rows are taken while it runs, for :meth:`save_rows`. It raises if a
+        layer shows too few."""
         tokens = len(recompute.slots)
 
         def fill() -> None:
@@ -250,7 +250,7 @@ class RecomputedRows:
             device = recompute.slots.device
             self._rows = torch.empty(shape, dtype=self._staging.dtype, device=device)
             self._seen = [0] * len(self._rows)
-            with self._hooks.to(self._take):
+            with self._hooks.divert_to(self._take):
                 recompute.fill()
             if any(seen != tokens for seen in self._seen):
                 raise RuntimeError(f"layers showed {self._seen} rows of {tokens}")
@@ -275,7 +275,7 @@ class RecomputedRows:
         slots = torch.arange(rows.shape[1], device=capture.device)
         encoded = stored_rows(capture.codec, rows.view(torch.uint8), marks) if len(rows) else ()
         for layer_part, token_part, stored in encoded:
-            at = slots[token_part], table, capture.memory, capture.segments[layer_part]
-            save_rows(stored, *at, page_size=layout.page_size, kept=layout.kept)
+            part, offsets, size = slots[token_part], capture.segments[layer_part], layout.page_size
+            save_rows(stored, part, table, capture.memory, offsets, size, layout.kept)
         fits = (marks == 0).all(0).view(-1, layout.page_size).all(1)
         return host_tensor(fits.shape, torch.bool, capture.device).copy_(fits, non_blocking=True)

@@ -49,7 +49,7 @@ class _Entry(NamedTuple):
     """A call to the arena, to be made once ``read`` has arrived."""
 
     read: Read
-    tell: Callable[[Ids], None]
+    apply: Callable[[Ids], None]
     step: StepEntry | None = None
 
 
@@ -71,8 +71,8 @@ class Ledger:
         self.passes = 0  # that have begun
         # Most passes whose results the engine may lack when the next one has begun.
         self.without_results = 1
-        self.tokens_missing = 0  # with a promised row that was not written
-        self.tokens_unfit = 0  # with a row that the codec cannot hold
+        self.missing_tokens = 0  # with a promised row that was not written
+        self.unfit_tokens = 0  # with a row that the codec cannot hold
         self.transfer_ms = 0.0  # of stage two
         self.buffers = HostBuffers(device)
         self._arena = arena
@@ -89,20 +89,20 @@ class Ledger:
         finally:
             self.passes += 1  # all ranks count the same
 
-    def allocated(self, slots: torch.Tensor) -> None:
-        self._entries.append(_Entry(self.read(slots), self._arena.allocated))
+    def note_allocated(self, slots: torch.Tensor) -> None:
+        self._entries.append(_Entry(self.read(slots), self._arena.note_allocated))
 
-    def not_captured(self, slots: torch.Tensor) -> None:
+    def note_not_captured(self, slots: torch.Tensor) -> None:
         """A forward pass fills ``slots`` and leaves no rows."""
-        self._entries.append(_Entry(self.read(slots), self._arena.not_captured))
+        self._entries.append(_Entry(self.read(slots), self._arena.note_not_captured))
 
-    def loaded(self, slots: torch.Tensor, host_pages: Ids) -> None:
+    def note_loaded(self, slots: torch.Tensor, host_pages: Ids) -> None:
         """``slots`` will hold the tokens of ``host_pages``."""
         tickets = self._arena.tickets(host_pages)
-        tell = partial(self._arena.loaded, host_pages=host_pages, tickets=tickets)
-        self._entries.append(_Entry(self.read(slots), tell))
+        apply = partial(self._arena.note_loaded, host_pages=host_pages, tickets=tickets)
+        self._entries.append(_Entry(self.read(slots), apply))
 
-    def step(
+    def begin_step(
         self, slots: torch.Tensor, launch: Callable[[torch.Tensor, torch.Tensor], object]
     ) -> tuple[StepEntry, torch.Tensor]:
         """A forward pass over ``slots`` begins, which copies all that is wanted to the CPU.
@@ -111,18 +111,18 @@ class Ledger:
         self._forget_allocation_of(slots)
         self.copy_wanted()
         shape = (3, slots.numel())
-        where = torch.empty(shape, dtype=torch.int64, device=self._device)
-        buffer, now = self.buffers.take(where.numel(), torch.int64), current_stream(self._device)
-        now.run(lambda: launch(where, buffer.values))
+        table = torch.empty(shape, dtype=torch.int64, device=self._device)
+        buffer, stream = self.buffers.take(table.numel(), torch.int64), current_stream(self._device)
+        stream.run(lambda: launch(table, buffer.values))
         read, entry = Read(), StepEntry()
-        self._copies.append(_Copy(self.passes, [read], [where.numel()], buffer, now.record()))
+        self._copies.append(_Copy(self.passes, [read], [table.numel()], buffer, stream.record()))
         self._entries.append(_Entry(read, partial(self._begin, entry), entry))
-        return entry, where
+        return entry, table
 
     def take_counts(self) -> tuple[float, int, int]:
         """Time of stage two, and tokens missing and unfit, since the last call."""
-        taken = self.transfer_ms, self.tokens_missing, self.tokens_unfit
-        self.transfer_ms, self.tokens_missing, self.tokens_unfit = 0.0, 0, 0
+        taken = self.transfer_ms, self.missing_tokens, self.unfit_tokens
+        self.transfer_ms, self.missing_tokens, self.unfit_tokens = 0.0, 0, 0
         return taken
 
     def add_result(self, result: StepResult) -> None:
@@ -147,9 +147,9 @@ class Ledger:
             # Verdicts first: the next entry may give their slots to other tokens.
             self._apply_results()
             while self._entries and self._entries[0].read.values is not None:
-                read, tell, *_ = self._entries.popleft()
+                read, apply, *_ = self._entries.popleft()
                 assert read.values is not None
-                tell(read.values)
+                apply(read.values)
                 self._apply_results()
         except (StreamFailed, torch.OutOfMemoryError) as error:
             self.give_up(str(error))
@@ -176,8 +176,8 @@ class Ledger:
         """Drop the allocation that a step repeats: for the arena a step allocates its slots too."""
         if self._wanted and self._entries:
             [read, values], last = self._wanted[-1], self._entries[-1]
-            same = values.data_ptr() == slots.data_ptr() and values.shape == slots.shape
-            if same and last.read is read and last.tell == self._arena.allocated:
+            is_same = values.data_ptr() == slots.data_ptr() and values.shape == slots.shape
+            if is_same and last.read is read and last.apply == self._arena.note_allocated:
                 self._wanted.pop()
                 self._entries.pop()
 
@@ -188,17 +188,17 @@ class Ledger:
             return
         lengths = [values.numel() for _, values in wanted]
         joined = torch.empty(sum(lengths), dtype=torch.int64, device=self._device)
-        buffer, now = self.buffers.take(sum(lengths), torch.int64), current_stream(self._device)
+        buffer, stream = self.buffers.take(sum(lengths), torch.int64), current_stream(self._device)
         for _, values in wanted:
-            now.keep(values)  # made on the scheduler's stream, and ours to drop
+            stream.keep(values)  # made on the scheduler's stream, and ours to drop
 
         def copy() -> None:
             torch.cat([values.to(torch.int64) for _, values in wanted], out=joined)
             buffer.values.copy_(joined, non_blocking=True)
 
-        now.run(copy)
+        stream.run(copy)
         reads = [read for read, _ in wanted]
-        self._copies.append(_Copy(self.passes, reads, lengths, buffer, now.record()))
+        self._copies.append(_Copy(self.passes, reads, lengths, buffer, stream.record()))
         self._wanted = []
 
     def _arrive(self, copy: _Copy) -> None:
@@ -208,8 +208,8 @@ class Ledger:
         for read, length in zip(copy.reads, copy.lengths, strict=True):
             read.values, end = values[end : end + length], end + length
 
-    def _begin(self, entry: StepEntry, where: Ids) -> None:
-        slots, positions, token_ids = where.reshape(3, -1)
+    def _begin(self, entry: StepEntry, token_table: Ids) -> None:
+        slots, positions, token_ids = token_table.reshape(3, -1)
         ticket = self._arena.begin_step(slots, positions, token_ids, promised=entry.promised)
         entry.begun = slots, ticket
 
@@ -223,6 +223,6 @@ class Ledger:
             self.transfer_ms += start.elapsed_time(done)
             if step is not None and step.begun is not None:
                 missing, unfit = self._arena.end_step(*step.begun, verdicts.array)
-                self.tokens_missing += missing
-                self.tokens_unfit += unfit
+                self.missing_tokens += missing
+                self.unfit_tokens += unfit
             self.buffers.give_back(verdicts)

@@ -56,7 +56,7 @@ class Step:
 
     tokens: int
     number: int  # in the marks
-    where: torch.Tensor  # slots, positions and token ids, int64 [3, tokens] on the device
+    token_table: torch.Tensor  # slots, positions and token ids, int64 [3, tokens] on the device
     entry: StepEntry
     first: int | None  # in the ring of rows; None: its layers go round in the ring
     marks: torch.Tensor  # the step that wrote each row, int64 [layers, tokens] on the device
@@ -72,22 +72,22 @@ def encoding_memory(codec: Codec, device: torch.device) -> torch.Tensor | None:
 
 
 def stored_rows(
-    codec: Codec, rows: torch.Tensor, marks: torch.Tensor, to: torch.Tensor | None = None
+    codec: Codec, rows: torch.Tensor, marks: torch.Tensor, out: torch.Tensor | None = None
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Yields some layers, some of the tokens, and their staged rows (uint8 ``[layers, tokens,
-    codec.row_bytes]``) as pages hold them, on the current stream. ``rows``: uint8 ``[layers, n,
-    row_bytes]``, contiguous by layer. ``marks`` (int64 ``[layers, n]``) become :data:`WRONG_STEP`
-    for rows that the codec cannot hold. ``to``: :func:`encoding_memory`; None: new memory."""
-    tokens, every = rows.shape[1], slice(None)
+    """Yields a part of the layers, one of the tokens, and their staged rows (uint8 ``[layers,
+    tokens, codec.row_bytes]``) as pages hold them, on the current stream. ``rows``: uint8
+    ``[layers, n, row_bytes]``, contiguous by layer. ``marks`` (int64 ``[layers, n]``) become
+    :data:`WRONG_STEP` for rows that the codec cannot hold. ``out``: :func:`encoding_memory`."""
+    tokens, everything = rows.shape[1], slice(None)
     if codec.is_view:
-        yield every, every, rows
+        yield everything, everything, rows
         return
-    most = max(1, _AT_ONCE_BYTES // rows.shape[2])
-    for first in range(0, len(rows), layers := max(1, most // tokens)):
-        for start in range(0, tokens, most):
-            layer_part, token_part = slice(first, first + layers), slice(start, start + most)
+    at_once = max(1, _AT_ONCE_BYTES // rows.shape[2])
+    for first in range(0, len(rows), layers := max(1, at_once // tokens)):
+        for start in range(0, tokens, at_once):
+            layer_part, token_part = slice(first, first + layers), slice(start, start + at_once)
             values, marks_of_part = rows[layer_part, token_part], marks[layer_part, token_part]
-            encoded, ok = codec.encode(values.reshape(-1, rows.shape[2]).view(codec.dtype), to)
+            encoded, ok = codec.encode(values.reshape(-1, rows.shape[2]).view(codec.dtype), out)
             marks_of_part.masked_fill_(ok.logical_not_().view_as(marks_of_part), WRONG_STEP)
             yield layer_part, token_part, encoded.view(*marks_of_part.shape, -1)
 
@@ -108,7 +108,7 @@ class Staging:
             torch.full((capacity,), NOWHERE, dtype=torch.int64, device=device),
             torch.zeros(1, dtype=torch.int64, device=device),
         )
-        self._named = capacity, self._now.targets  # rows and targets, for every layer of a step
+        self._step_targets = capacity, self._now.targets  # of so many rows, for each layer
 
     def _take_memory(self) -> None:
         shape = (self.layers, self.capacity)
@@ -129,10 +129,10 @@ class Staging:
         return layers * capacity * (row_bytes + torch.int64.itemsize)
 
     def begin(
-        self, tokens: TokenRows, step: int, placed: range
+        self, tokens: TokenRows, step: int, ring_rows: range
     ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """Returns ``launch`` of :meth:`Ledger.step`; ``placed``: a row per token, or none."""
-        return lambda where, copied: begin_rows(tokens, where, copied, self._now, step, placed)
+        """Returns ``launch`` of :meth:`Ledger.step`; ``ring_rows``: a row per token, or none."""
+        return lambda table, copied: begin_rows(tokens, table, copied, self._now, step, ring_rows)
 
     def name_none(self) -> None:
         """Want no row from now on, on the current stream."""
@@ -153,12 +153,12 @@ class Staging:
         """Copy the first ``rows`` of ``hidden`` to the targets named last."""
         if rows > self.capacity:
             return  # a recorded batch that is too large: its rows will lack their marks
-        if self._named[0] != rows:
-            self._named = rows, self._now.targets[:rows]
+        if self._step_targets[0] != rows:
+            self._step_targets = rows, self._now.targets[:rows]
         if hidden.shape[0] != rows:
             hidden = hidden[:rows]
-        to = self._named[1], self._now.number, self.staged, layer
-        run_here(self.device, stage_rows, hidden, *to)
+        targets, step = self._step_targets[1], self._now.number
+        run_here(self.device, stage_rows, hidden, targets, step, self.staged, layer)
 
     def record(self, layer: int, hidden: object) -> None:
         """Copy ``hidden`` while a CUDA graph is recorded; a replay uses its own step's targets.
@@ -174,7 +174,7 @@ class Capture:
 
     arena: Arena
 
-    def allocated(self, slots: torch.Tensor) -> None:
+    def note_allocated(self, slots: torch.Tensor) -> None:
         """Slots of the KV pool were allocated: whatever was captured for them is void."""
 
     def load_begins(self, slots: torch.Tensor, host_pages: Ids) -> None:
@@ -231,22 +231,22 @@ class StagedCapture(Capture):
     def begin(
         self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
     ) -> Step | None:
-        """A forward pass over these tokens (``[n]`` each, on the device) begins. Returns None if it
-        is not captured, such as a step longer than staging can hold: its tokens are void."""
+        """Stage what :meth:`take` gets until :meth:`end`: rows of these tokens (``[n]`` each, on
+        the device). Returns None if that is not possible: then the tokens are void."""
         self._step = None
         tokens = slots.numel()
         while self._in_flight and self._in_flight[0][2].query():
             self._in_flight.popleft()
         self._steps += 1
-        placed = self._free_rows(tokens)
-        begin = self._staging.begin((slots, positions, token_ids), self._steps, placed)
-        entry, where = self.ledger.step(slots, begin)
+        ring_rows = self._free_rows(tokens)
+        begin = self._staging.begin((slots, positions, token_ids), self._steps, ring_rows)
+        entry, token_table = self.ledger.begin_step(slots, begin)
         if self.ledger.broken is not None:
             self.skip()
-        elif placed:
-            self._step = self._use_rows(placed, where, entry)
+        elif ring_rows:
+            self._step = self._use_rows(ring_rows, token_table, entry)
         elif tokens * self._staging.row_bytes <= self._staging.staged.rows.numel():
-            self._step = self._use_layers(tokens, where, entry)
+            self._step = self._use_layers(tokens, token_table, entry)
         else:
             self.skip()
         return self._step
@@ -271,14 +271,14 @@ class StagedCapture(Capture):
         first = self._next_row if self._next_row + tokens <= self._staging.capacity else 0
         return range(first, first + tokens)
 
-    def _use_rows(self, placed: range, where: torch.Tensor, entry: StepEntry) -> Step:
-        first, tokens, layers = placed.start, len(placed), self._staging.layers
-        self._ring, self._next_row = None, placed.stop
-        self._wait_for_rows(first, placed.stop)
+    def _use_rows(self, ring_rows: range, token_table: torch.Tensor, entry: StepEntry) -> Step:
+        first, tokens, layers = ring_rows.start, len(ring_rows), self._staging.layers
+        self._ring, self._next_row = None, ring_rows.stop
+        self._wait_for_rows(first, ring_rows.stop)
         marks = self._staging.staged.marks.narrow(1, first, tokens)
-        return Step(tokens, self._steps, where, entry, first, marks, [0] * layers)
+        return Step(tokens, self._steps, token_table, entry, first, marks, [0] * layers)
 
-    def _use_layers(self, tokens: int, where: torch.Tensor, entry: StepEntry) -> Step:
+    def _use_layers(self, tokens: int, token_table: torch.Tensor, entry: StepEntry) -> Step:
         # No graph that copies to these rows is replayed: none is recorded for so long a step.
         size = tokens * self._staging.row_bytes
         if self._ring is None or len(self._ring[0][0]) != size:
@@ -288,7 +288,7 @@ class StagedCapture(Capture):
             self._ring = deque((part, None) for part in parts)
         shape = (self._staging.layers, tokens)
         marks = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        return Step(tokens, self._steps, where, entry, None, marks, [0] * shape[0])
+        return Step(tokens, self._steps, token_table, entry, None, marks, [0] * shape[0])
 
     def _wait_for_rows(self, first: int, end: int) -> None:
         """Let the current stream wait for the transfers out of rows ``[first, end)``."""
@@ -347,14 +347,14 @@ class StagedCapture(Capture):
         verdicts = self.ledger.buffers.take(step.tokens, torch.uint8)
         judge = partial(judge_rows, step.marks, step.number, verdicts.values)
         if step.first is None:
-            used = 0, self._staging.capacity
+            rows_in_use = 0, self._staging.capacity
             transfer.run(judge)
         else:
-            used = step.first, step.first + step.tokens
+            rows_in_use = step.first, step.first + step.tokens
             rows = self._staging.staged.rows.narrow(1, step.first, step.tokens)
             self._save(rows, step, slice(None), judge)
         done = transfer.record(timed=True)
-        self._in_flight.append((*used, done))
+        self._in_flight.append((*rows_in_use, done))
         step.entry.promised = True
         self.ledger.add_result(StepResult(step.entry, verdicts, start, done))
         return True
@@ -362,31 +362,31 @@ class StagedCapture(Capture):
     def _save(self, rows: torch.Tensor, step: Step, layers: slice, *then: Work) -> None:
         """Stage two, on the stream of transfers: encode and save staged rows of some layers (uint8
         ``[layers, tokens, row_bytes]``), mark those that the codec cannot hold, do ``then``."""
-        layout, slots = self.arena.layout, step.where[0]
+        layout, slots = self.arena.layout, step.token_table[0]
         segments, marks = self.segments[layers], step.marks[layers]
 
         def save() -> None:
             encoded = stored_rows(self.codec, rows, marks, self._encoded)
             # Without rows only slots, positions and tokens are wanted.
             for layer_part, token_part, stored in encoded if rows.numel() else ():
-                at = slots[token_part], self._shadows, self.memory, segments[layer_part]
-                save_rows(stored, *at, page_size=layout.page_size, kept=layout.kept)
+                part, offsets, size = slots[token_part], segments[layer_part], layout.page_size
+                save_rows(stored, part, self._shadows, self.memory, offsets, size, layout.kept)
             for work in then:
                 work()
 
-        self._transfer.keep(step.where)
+        self._transfer.keep(step.token_table)
         self._transfer.keep(step.marks)
         self._transfer.run(save)
 
     def back_up(self, slots: Ids, host_pages: Ids) -> None:
         self._use_shadows(self.arena.swap(slots, host_pages))
 
-    def allocated(self, slots: torch.Tensor) -> None:
+    def note_allocated(self, slots: torch.Tensor) -> None:
         if slots.numel():
-            self.ledger.allocated(slots)
+            self.ledger.note_allocated(slots)
 
     def load_begins(self, slots: torch.Tensor, host_pages: Ids) -> None:
-        self.ledger.loaded(slots, host_pages)
+        self.ledger.note_loaded(slots, host_pages)
 
     def settle(self) -> None:
         self.ledger.settle(wait=False)
@@ -411,10 +411,10 @@ class StagedCapture(Capture):
     def _use_shadows(self, changes: ShadowChanges) -> None:
         if not len(changes.device_pages):
             return
-        both = held_for_device(np.stack(changes), self.device)
+        entries = held_for_device(np.stack(changes), self.device)
 
         def change() -> None:
-            pages, physical = both.to(self.device, non_blocking=True)
+            pages, physical = entries.to(self.device, non_blocking=True)
             self._shadows[pages] = physical
 
         self._transfer.run(change)

@@ -180,7 +180,7 @@ class CaptureCheck:
         by_layer = by_layer and bool(plan.staging.layers)
         self._capture.most_at_once = 1 if by_layer else plan.staging.capacity
         try:
-            with plan.hooks.trying(self._capture):
+            with plan.hooks.capture_trial(self._capture):
                 self._slots = run()
             self._capture.transfers().synchronize()
             self._capture.ledger.settle()

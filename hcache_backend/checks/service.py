@@ -202,7 +202,7 @@ class KVChecks(_Checks[int, _Part]):
 
     def _launch(self, check: _Check[_Part], slots: torch.Tensor) -> None:
         layers = [layer for slot, _, part in check.remaining if part == 0 for layer in slot]
-        check.buffer = self._to_host(self._kv.held(layers, slots))
+        check.buffer = self._to_host(self._kv.read_plain(layers, slots))
 
     def propose_checks(self, turn: Turn) -> None:
         """Propose to compare the first page, if it is there; add the last comparison's result."""

@@ -33,7 +33,7 @@ class IndexKeys:
         """Bytes of a layer in this rank's part of a page."""
         return self._pools[layer].shape[1] if layer in self._pools else 0
 
-    def those_of(self, layers: Sequence[int]) -> list[int]:
+    def layers_with_keys(self, layers: Sequence[int]) -> list[int]:
         """Those of ``layers`` that have keys: without any, nothing else is to be called."""
         return [layer for layer in layers if layer in self._pools]
 
@@ -43,25 +43,25 @@ class IndexKeys:
         memory: torch.Tensor,
         pages: torch.Tensor,
         offsets: Offsets,
-        held: torch.Tensor,
+        pool_parts: torch.Tensor,
         *,
         save: bool = False,
     ) -> None:
-        """Bring keys of ``layers`` from ``offsets`` in ``pages`` of ``memory`` to parts ``held`` of
+        """Bring keys of ``layers`` from ``offsets`` in ``pages`` of ``memory`` to ``pool_parts`` of
         pages in the pool (int64 ``[p]``), or ``save`` them the other way round."""
-        at = dict(zip(layers, offsets, strict=True))
-        some = self.those_of(layers)
-        if held.is_cuda:  # by one launch
-            table = self._table(some, [at[layer] for layer in some])
+        offset_of = dict(zip(layers, offsets, strict=True))
+        keyed = self.layers_with_keys(layers)
+        if pool_parts.is_cuda:  # by one launch
+            table = self._table(keyed, [offset_of[layer] for layer in keyed])
             pool = [table.planes[0][:, None, None]]
-            gather_planes_launch(memory, pages, 0, pool, held, table, save=save).run()
+            gather_planes_launch(memory, pages, 0, pool, pool_parts, table, save=save).run()
             return
-        for layer in some:
+        for layer in keyed:
             pool = self._pools[layer]
             if save:
-                scatter_pages(pool[held], memory, pages, at[layer])
+                scatter_pages(pool[pool_parts], memory, pages, offset_of[layer])
             else:
-                gather_planes(memory, pages, at[layer], [pool[:, None, None]], held)
+                gather_planes(memory, pages, offset_of[layer], [pool[:, None, None]], pool_parts)
 
     def gather(
         self,
@@ -72,33 +72,34 @@ class IndexKeys:
         out: torch.Tensor,
     ) -> None:
         """This rank's part of pages, layer by layer: uint8 ``[those layers * p * bytes]``."""
-        at = dict(zip(layers, offsets, strict=True))
-        some = self.those_of(layers)
-        rows = out.view(len(some), len(pages), -1)
+        offset_of = dict(zip(layers, offsets, strict=True))
+        keyed = self.layers_with_keys(layers)
+        rows = out.view(len(keyed), len(pages), -1)
         if out.is_cuda:
-            table = self._table(some, [at[layer] for layer in some])
+            table = self._table(keyed, [offset_of[layer] for layer in keyed])
             gather_launch(memory, pages, 0, rows, layers=table).run()
             return
-        for layer, row in zip(some, rows, strict=True):
-            gather_pages(memory, pages, at[layer], row.shape[1], out=row)
+        for layer, row in zip(keyed, rows, strict=True):
+            gather_pages(memory, pages, offset_of[layer], row.shape[1], out=row)
 
-    def fill(self, layers: Sequence[int], parts: torch.Tensor, held: torch.Tensor) -> None:
-        """Write ``parts`` of all ranks, ``[ranks, those layers * p * bytes]``, to ``held``, the
-        pool's parts of pages in the order of the ranks."""
-        some = self.those_of(layers)
-        by_layer = parts.unflatten(1, (len(some), -1)).transpose(0, 1)
-        rows = by_layer.reshape(len(some), len(held), -1).contiguous()
-        if not held.is_cuda:
-            for layer, row in zip(some, rows.view(torch.int64), strict=True):
-                self._pools[layer].view(torch.int64).index_copy_(0, held, row)
+    def fill(self, layers: Sequence[int], parts: torch.Tensor, pool_parts: torch.Tensor) -> None:
+        """Write ``parts`` of all ranks, ``[ranks, those layers * p * bytes]``, to ``pool_parts`` of
+        pages, in the order of the ranks."""
+        keyed = self.layers_with_keys(layers)
+        by_layer = parts.unflatten(1, (len(keyed), -1)).transpose(0, 1)
+        rows = by_layer.reshape(len(keyed), len(pool_parts), -1).contiguous()
+        if not pool_parts.is_cuda:
+            for layer, row in zip(keyed, rows.view(torch.int64), strict=True):
+                self._pools[layer].view(torch.int64).index_copy_(0, pool_parts, row)
             return
         # For the kernel each layer's rows are at an offset in pages of one row.
-        planes, addresses, _, aligned = self._table(some, [0] * len(some))
-        ids, each = (torch.arange(n, device=held.device) for n in (len(held), len(some)))
-        offsets, aligned = each * rows[0].numel(), alignment(aligned, rows.shape[2])
+        planes, addresses, _, aligned = self._table(keyed, [0] * len(keyed))
+        pages = torch.arange(len(pool_parts), device=rows.device)
+        offsets = torch.arange(len(keyed), device=rows.device) * rows[0].numel()
+        aligned = alignment(aligned, rows.shape[2])
         table = LayerTable(planes, addresses, offsets, aligned)
         pool = [planes[0][:, None, None]]
-        gather_planes_launch(rows.flatten(0, 1), ids, 0, pool, held, table).run()
+        gather_planes_launch(rows.flatten(0, 1), pages, 0, pool, pool_parts, table).run()
 
     def rows(self, layer: int) -> Iterator[torch.Tensor]:
         """The pool of a layer, if any, by slots: those of whole pages have these pages' keys, uint8
@@ -106,11 +107,11 @@ class IndexKeys:
         if layer in self._pools:
             yield self._pools[layer].unflatten(1, (self._part_tokens, -1)).flatten(0, 1)
 
-    def held(self, layer: int, held: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Keys of a layer in parts ``held`` of pages, uint8 ``[p, bytes]``; nothing if it has
+    def read_parts(self, layer: int, pool_parts: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Keys of a layer in parts of pages of the pool, uint8 ``[p, bytes]``; nothing if it has
         none."""
         if layer in self._pools:
-            yield self._pools[layer][held]
+            yield self._pools[layer][pool_parts]
 
     def _table(self, layers: Sequence[int], offsets: Offsets) -> LayerTable:
         key = layers[0], len(layers), offsets[0]

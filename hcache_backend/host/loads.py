@@ -60,9 +60,9 @@ class LoadQueue:
     _recomputer: Recomputer | None  # None: the model cannot be run, or it failed once
     _device: torch.device | str
     _slowdown: Callable[[int], float] = lambda tokens: 1.0  # :meth:`.Estimates.slowdown`
-    _failed: Callable[[str], None] = lambda reason: None  # nothing can be restored any more
+    _on_failure: Callable[[str], None] = lambda reason: None  # nothing can be restored any more
     # A restore of so many tokens took so many seconds.
-    _restored: Callable[[int, float], None] = lambda tokens, seconds: None
+    _on_restored: Callable[[int, float], None] = lambda tokens, seconds: None
 
     def __post_init__(self) -> None:
         self.stored_from = len(self.methods.layers("recompute"))  # the first stored layer
@@ -103,8 +103,9 @@ class LoadQueue:
         prepared = [load.prepared for load in loads if load.prepared is not None]
         restores = tuple({id(one): one for each in prepared for one in each.restores}.values())
         if recompute is not None or missing.any():
-            some, there = pages[missing], slots if all_missing else self._slots(slots, missing)
-            restore = self._pipeline.start(some, there, recompute)
+            missing_pages = pages[missing]
+            missing_slots = slots if all_missing else self._slots(slots, missing)
+            restore = self._pipeline.start(missing_pages, missing_slots, recompute)
             restores = (*restores, restore)
             if restore.failed is not None:
                 self.recomputation_failed(restore.failed)
@@ -112,7 +113,7 @@ class LoadQueue:
                     raise restore.failed
                 # It may have written some layers.
                 current_stream(self._device).wait(restore.layers[0])
-                restores = (*restores, self._pipeline.start(some, there))
+                restores = (*restores, self._pipeline.start(missing_pages, missing_slots))
         return restores
 
     def recomputation_failed(self, problem: Exception) -> None:
@@ -125,7 +126,7 @@ class LoadQueue:
             metrics.PROBLEMS.count("recomputation_failed")
             logger.error("hcache: recomputing layers failed and is not tried again: %r", problem)
             if self.stored_from:
-                self._failed("layers that are not stored cannot be recomputed any more")
+                self._on_failure("layers that are not stored cannot be recomputed any more")
 
     def count_finished(self) -> None:
         """Count the restores that are done; never raises, because no count is worth a restore."""
@@ -135,7 +136,7 @@ class LoadQueue:
                 for method, number in report.bytes.items():
                     metrics.BYTES.count(f"restored_{method}", number)
                 metrics.STAGE_SECONDS.observe("restore", report.total_ms / 1e3)
-                self._restored(report.tokens, report.total_ms / 1e3)
+                self._on_restored(report.tokens, report.total_ms / 1e3)
                 for stream in ("copy", "compute"):
                     metrics.STREAM_SECONDS.count(f"{stream}_busy", report.busy_ms(stream) / 1e3)
                     metrics.STREAM_SECONDS.count(f"{stream}_idle", report.idle_ms(stream) / 1e3)
@@ -203,9 +204,9 @@ class LoadQueue:
         first, slots = int(positions[0]), None
         if np.array_equal(positions, np.arange(first, first + len(positions))):
             slots = prefix() if first else torch.empty(0, dtype=torch.int64, device=self._device)
-        known = slots is not None and len(slots) == first
-        return TokenSpan(token_ids.astype(np.int64), slots) if known else None
+        is_whole = slots is not None and len(slots) == first
+        return TokenSpan(token_ids.astype(np.int64), slots) if is_whole else None
 
     def _slots(self, slots: torch.Tensor, pages: npt.NDArray[np.bool_]) -> torch.Tensor:
-        chosen = to_device(np.flatnonzero(pages), slots.device)
-        return slots.view(-1, self._layout.page_size).index_select(0, chosen).view(-1)
+        indices = to_device(np.flatnonzero(pages), slots.device)
+        return slots.view(-1, self._layout.page_size).index_select(0, indices).view(-1)

@@ -34,9 +34,9 @@ class PageHeaders:
         arena, size = self._arena, self._layout.page_size
         arena.host_access(arena.physical(host_pages), write=True, header=True)
         for i, (key, page) in enumerate(zip(keys, arena.pages(host_pages), strict=False)):
-            own = token_ids[i * size : (i + 1) * size]
-            at = None if first is None else first + i * size
-            problem = self._seal(host_pages[i : i + 1], page, key_bytes(key), own, at)
+            tokens = token_ids[i * size : (i + 1) * size]
+            position = None if first is None else first + i * size
+            problem = self._seal(host_pages[i : i + 1], page, key_bytes(key), tokens, position)
             if problem is not None:
                 metrics.PROBLEMS.count(problem)
                 if "other" in problem:
@@ -81,15 +81,15 @@ class PageHeaders:
         checked their units. HiCache's storage thread."""
         namespace, size = self._weights.page_namespace(), self._layout.page_size
         for i, page in enumerate(self._arena.pages(host_pages)):
-            wanted = token_ids[i * size : (i + 1) * size]
-            asked = page, namespace, key_bytes(keys[i]), wanted
-            problem = self._layout.problem(*asked, segments=not digests_checked)
+            tokens = token_ids[i * size : (i + 1) * size]
+            key, segments = key_bytes(keys[i]), not digests_checked
+            problem = self._layout.problem(page, namespace, key, tokens, segments=segments)
             if problem is None and not self._has_valid_positions(page):
                 problem = "positions"
             if problem is not None:
-                why = problem.replace(" ", "_")
-                metrics.PROBLEMS.count(f"page_{why}")
-                metrics.L3_TOKENS.count(f"refused_{why}", (len(host_pages) - i) * size)
+                label = problem.replace(" ", "_")
+                metrics.PROBLEMS.count(f"page_{label}")
+                metrics.L3_TOKENS.count(f"refused_{label}", (len(host_pages) - i) * size)
                 text = "hcache: page %s from L3 is not the requested one (%s): counted as a miss"
                 logger.warning(text, keys[i][:12], problem)
                 return i

@@ -76,8 +76,8 @@ class KVSegments:
             codec = self._encoder.name
         self.codec = codec
         pools = {layer: self._of_layer(index_keys_of, layer) for layer in self.layers}
-        found = {layer: pool for layer, pool in pools.items() if pool is not None}
-        self.keys = IndexKeys(found, page_size, shard.of)
+        key_pools = {layer: pool for layer, pool in pools.items() if pool is not None}
+        self.keys = IndexKeys(key_pools, page_size, shard.of)
         self._tables: dict[tuple[int, ...], LayerTable] = {}
         self._rings: dict[str, Ring] = {}
 
@@ -121,14 +121,13 @@ class KVSegments:
             pool = [self._by_group(plane) for plane in table.planes]
             gather_planes_launch(memory, pages, 0, pool, slots, table, save=True).run()
             return None
-        fits = []
-        for encoded, some, of in self._encoded("save", len(table), pages, slots):
-            flags = (*encoded.shape[:2], encoder.flags)
-            fits.append(torch.empty(flags, dtype=torch.bool, device=slots.device))
-            rows = encoded, None, 0, fits[-1]
-            encoder.encode_launch(table.planes, of, *rows, table).run()
-            gather_launch(memory, some, 0, encoded, layers=table, save=True).run()
-        return torch.cat(fits, dim=1).all(2)
+        masks = []
+        for staged, page_part, slot_part in self._staged_parts("save", len(table), pages, slots):
+            flags = (*staged.shape[:2], encoder.flags)
+            masks.append(torch.empty(flags, dtype=torch.bool, device=slots.device))
+            encoder.encode_launch(table.planes, slot_part, staged, None, 0, masks[-1], table).run()
+            gather_launch(memory, page_part, 0, staged, layers=table, save=True).run()
+        return torch.cat(masks, dim=1).all(2)
 
     def _copy_keys(
         self,
@@ -141,7 +140,7 @@ class KVSegments:
         save: bool = False,
     ) -> None:
         """Copy index keys, which stand behind latents, if there are any."""
-        if self.keys.those_of(layers):
+        if self.keys.layers_with_keys(layers):
             behind = [offset + self._latent_bytes for offset in offsets]
             self.keys.copy(layers, memory, pages, behind, self.pages_of(slots), save=save)
 
@@ -155,10 +154,10 @@ class KVSegments:
     def _save_layer(
         self, layer: int, held: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor, offset: int
     ) -> torch.Tensor:
-        """Save a layer of pages of the pool at ``offset``. Returns a mask of those that fit."""
+        """Save a layer of ``held`` pages of the pool at ``offset``. Returns a mask: which fit."""
         if self._encoder is not None:
             return self._encoder.encode_pages(self.planes(layer), held, memory, pages, offset)
-        for plane in self._plain(layer, held):
+        for plane in self._plain_planes(layer, held):
             scatter_pages(plane, memory, pages, offset)
             offset += plane.shape[1]
         return torch.ones(len(held), dtype=torch.bool, device=held.device)
@@ -180,7 +179,7 @@ class KVSegments:
         """:data:`.Copy` of this rank's share of latents."""
         size = self._latent_bytes * len(layers) * len(pages)
         rows = out[:size].view(len(layers), len(pages), -1)
-        if self.keys.those_of(layers):
+        if self.keys.layers_with_keys(layers):
             behind = [offset + self._latent_bytes for offset in offsets]
             self.keys.gather(layers, memory, pages, behind, out[size:])
         if out.is_cuda:
@@ -195,44 +194,44 @@ class KVSegments:
     ) -> None:
         """:data:`.Fill` of latents: shares and ``slots`` are in the order of the ranks."""
         pages = len(slots) // self.page_size
-        of_ranks = segments.view(self._ranks, -1)
+        by_rank = segments.view(self._ranks, -1)
         size = self._latent_bytes * len(layers) * pages
-        if self.keys.those_of(layers):
-            self.keys.fill(layers, of_ranks[:, size:], self.pages_of(slots))
-        shares = of_ranks[:, :size].contiguous().view(self._ranks, len(layers), pages, -1)
+        if self.keys.layers_with_keys(layers):
+            self.keys.fill(layers, by_rank[:, size:], self.pages_of(slots))
+        shares = by_rank[:, :size].contiguous().view(self._ranks, len(layers), pages, -1)
         if not slots.is_cuda:
-            by_layer, held = shares.transpose(0, 1).flatten(1, 2), self.pages_of(slots)
+            by_layer, pool_pages = shares.transpose(0, 1).flatten(1, 2), self.pages_of(slots)
             if self._encoder is not None:
-                self._decode(layers, by_layer.__getitem__, held)
+                self._decode(layers, by_layer.__getitem__, pool_pages)
                 return
             for layer, share in zip(layers, by_layer, strict=True):
                 # By words: torch copies bytes one by one.
                 words = self._by_page(self.planes(layer)[0]).view(torch.int64)
-                words.index_copy_(0, held, share.view(torch.int64))
+                words.index_copy_(0, pool_pages, share.view(torch.int64))
             return
         # The tokens of a share follow those of the share before it: each is a layer for kernels.
-        rows, own = shares.flatten(0, 1), slots[: pages * self._tokens]
+        rows, first_slots = shares.flatten(0, 1), slots[: pages * self._tokens]
         table = self._table(layers, [rows.shape[-1]] * len(layers), self._ranks)
         if self._encoder is not None:
-            self._encoder.decode_launch(rows, table.planes, own, table).run()
+            self._encoder.decode_launch(rows, table.planes, first_slots, table).run()
             return
-        ids, each = (torch.arange(n, device=slots.device) for n in (pages, len(rows)))
+        page_ids, layer_ids = (torch.arange(n, device=slots.device) for n in (pages, len(rows)))
         planes, addresses, _, aligned = table
-        here = LayerTable(planes, addresses, each * rows[0].numel(), aligned)
+        packed = LayerTable(planes, addresses, layer_ids * rows[0].numel(), aligned)
         pool = [self._by_group(plane) for plane in planes]
-        gather_planes_launch(rows.flatten(0, 1), ids, 0, pool, own, here).run()
+        gather_planes_launch(rows.flatten(0, 1), page_ids, 0, pool, first_slots, packed).run()
 
     def _decode(
         self, layers: Sequence[int], segments: Callable[[slice], torch.Tensor], held: torch.Tensor
     ) -> None:
-        """Decode ``layers`` to pages of the pool on the CPU, a few at a time: ``segments`` gives
-        those of some, uint8 ``[layers, p, segment_bytes]``."""
+        """Decode ``layers`` to ``held``, pages of the pool on the CPU, a few at a time:
+        ``segments`` gives those of some, uint8 ``[layers, p, segment_bytes]``."""
         assert self._encoder is not None
-        together = max(1, self._encoder.at_once // max(1, len(held)))
-        for start in range(0, len(layers), together):
-            some = slice(start, start + together)
-            planes = [self.planes(layer) for layer in layers[some]]
-            self._encoder.decode_layers(segments(some), planes, held)
+        at_once = max(1, self._encoder.at_once // max(1, len(held)))
+        for start in range(0, len(layers), at_once):
+            part = slice(start, start + at_once)
+            planes = [self.planes(layer) for layer in layers[part]]
+            self._encoder.decode_layers(segments(part), planes, held)
 
     def load(
         self,
@@ -253,11 +252,11 @@ class KVSegments:
             pool = [self._by_group(plane) for plane in table.planes]
             gather_planes_launch(memory, pages, 0, pool, slots, table).run()
             return
-        for encoded, some, to in self._encoded("load", len(table), pages, slots):
-            gather_launch(memory, some, 0, encoded, layers=table).run()
-            encoder.decode_launch(encoded, table.planes, to, table).run()
+        for staged, page_part, slot_part in self._staged_parts("load", len(table), pages, slots):
+            gather_launch(memory, page_part, 0, staged, layers=table).run()
+            encoder.decode_launch(staged, table.planes, slot_part, table).run()
 
-    def _encoded(
+    def _staged_parts(
         self, way: str, layers: int, pages: torch.Tensor, slots: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Memory for encoded pages on the device, uint8 ``[layers, p, segment_bytes]``, and
@@ -273,16 +272,17 @@ class KVSegments:
         ring.begin(ring.bytes)
         # An even number keeps the alignment of the ids of each part.
         at_once = ring.bytes // row // 2 * 2
-        of_page = len(slots) // max(1, len(pages))
-        for some, of in zip(pages.split(at_once), slots.split(at_once * of_page), strict=True):
-            part = ring.next(stream)[: len(some) * row]
-            yield part.view(layers, len(some), size), some, of
+        slots_per_page = len(slots) // max(1, len(pages))
+        slot_parts = slots.split(at_once * slots_per_page)
+        for page_part, slot_part in zip(pages.split(at_once), slot_parts, strict=True):
+            part = ring.next(stream)[: len(page_part) * row]
+            yield part.view(layers, len(page_part), size), page_part, slot_part
             ring.mark_used(stream.record())
 
     def _load_layers(
         self,
         layers: Sequence[int],
-        held: torch.Tensor,
+        pool_pages: torch.Tensor,
         memory: torch.Tensor,
         pages: torch.Tensor,
         offsets: Sequence[int],
@@ -292,14 +292,14 @@ class KVSegments:
         if encoder is None:
             for layer, offset in zip(layers, offsets, strict=True):
                 pool = [self._by_group(plane) for plane in self.planes(layer)]
-                gather_planes(memory, pages, offset, pool, held)
+                gather_planes(memory, pages, offset, pool, pool_pages)
             return
 
-        def segments(some: slice) -> torch.Tensor:
+        def segments(part: slice) -> torch.Tensor:
             size = encoder.segment_bytes
-            return torch.stack([gather_pages(memory, pages, at, size) for at in offsets[some]])
+            return torch.stack([gather_pages(memory, pages, at, size) for at in offsets[part]])
 
-        self._decode(layers, segments, held)
+        self._decode(layers, segments, pool_pages)
 
     def _table(self, layers: Sequence[int], offsets: Sequence[int], shares: int = 1) -> LayerTable:
         """Addresses of ``layers`` for kernels, of each of ``shares`` of a page's tokens; made at
@@ -307,19 +307,19 @@ class KVSegments:
         key = (layers[0], len(layers), offsets[0], shares)
         if key not in self._tables:
             starts = range(0, shares * self._tokens, self._tokens)
-            every = product(starts, map(self.planes, layers))
-            planes = [tuple(plane[start:] for plane in of) for start, of in every]
+            shares_and_layers = product(starts, map(self.planes, layers))
+            planes = [tuple(plane[start:] for plane in kv) for start, kv in shares_and_layers]
             self._tables[key] = LayerTable.of(planes, [*offsets] * shares)
         return self._tables[key]
 
-    def held(self, layers: Sequence[int], slots: torch.Tensor) -> torch.Tensor:
+    def read_plain(self, layers: Sequence[int], slots: torch.Tensor) -> torch.Tensor:
         """K and V of ``layers`` in the pool as in plain pages: layer after layer, uint8, on the
         device. ``slots``: of the tokens of a page, int64 ``[page_size]``, on the device."""
         pages = self.pages_of(self.kept(slots))
         planes = (
             plane
             for layer in layers
-            for plane in (*self._plain(layer, pages), *self.keys.held(layer, pages))
+            for plane in (*self._plain_planes(layer, pages), *self.keys.read_parts(layer, pages))
         )
         return torch.cat([plane[0] for plane in planes])
 
@@ -329,17 +329,18 @@ class KVSegments:
         return 1 if self._encoder is None else self._encoder.cut.units
 
     def holds(
-        self, segments: torch.Tensor, held: torch.Tensor, part: int, layout: PageLayout, layer: int
+        self, segments: torch.Tensor, plain: torch.Tensor, part: int, layout: PageLayout, layer: int
     ) -> bool:
         """True if a part of the slot of ``layer`` in a page of this ``layout`` (its bytes are
-        ``segments``) stands for the values that the pool ``held`` (see :meth:`held`), by the
+        ``segments``) stands for the values of the pool (``plain``: :meth:`read_plain`), by the
         reference: to the bit, or within the promise of a lossy codec. Both uint8, on the CPU."""
         if self._encoder is None:
-            return torch.equal(segments, held)
+            return torch.equal(segments, plain)
         keys = self.keys.bytes_of(layer)  # at the end of both
-        if part == 0 and keys and not torch.equal(segments[-keys:], held[-keys:]):
+        if part == 0 and keys and not torch.equal(segments[-keys:], plain[-keys:]):
             return False
-        return self._encoder.holds(segments[: len(segments) - keys], held[: len(held) - keys], part)
+        size = len(plain) - keys
+        return self._encoder.holds(segments[: len(segments) - keys], plain[:size], part)
 
     def through_codec(
         self, layout: PageLayout, planes: Sequence[Sequence[torch.Tensor]]
@@ -347,15 +348,15 @@ class KVSegments:
         """K and V of :meth:`kept` slots (``[n, heads, dim]``) of all :attr:`layers` after a way
         through pages, by the reference, on the CPU; and a mask of the pages that fit."""
         pages = torch.arange(len(planes[0][0]) // self._tokens)
-        fits, back = torch.ones((len(planes), len(pages)), dtype=torch.bool), [*planes]
+        fits, decoded = torch.ones((len(planes), len(pages)), dtype=torch.bool), [*planes]
         encoder = self._encoder
         for layer, kv in enumerate(planes):
             if encoder is not None:
-                own = [plane.cpu() for plane in kv]
-                encoded, fits[layer] = encoder.encode_reference(own, pages)
-                back[layer] = [torch.empty_like(plane) for plane in own]
-                encoder.decode_pages(encoded, back[layer], pages)
-        return back, fits
+                on_cpu = [plane.cpu() for plane in kv]
+                encoded, fits[layer] = encoder.encode_reference(on_cpu, pages)
+                decoded[layer] = [torch.empty_like(plane) for plane in on_cpu]
+                encoder.decode_pages(encoded, decoded[layer], pages)
+        return decoded, fits
 
     def code_of(self, layout: PageLayout, layer: int) -> str:
         return self.codec
@@ -401,8 +402,8 @@ class KVSegments:
         planes = [plane for layer in self.layers for plane in self.planes(layer)]
         shapes = sorted({tuple(plane.shape[1:]) for plane in planes})
         if len(shapes) > 1:
-            found = ", ".join(map(str, shapes))
-            raise UnsupportedRows(f"codec {codec!r} takes K and V of one shape, not {found}")
+            names = ", ".join(map(str, shapes))
+            raise UnsupportedRows(f"codec {codec!r} takes K and V of one shape, not {names}")
         [(heads, dim)] = shapes
         width = heads * dim // self._groups
         if self.latent:
@@ -413,10 +414,10 @@ class KVSegments:
         cut = Cut(width, self._tokens // pieces, self._groups, pieces)
         return cut, dim, planes[0].dtype
 
-    def _plain(self, layer: int, held: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _plain_planes(self, layer: int, pool_pages: torch.Tensor) -> Iterator[torch.Tensor]:
         """K, then V of pages of the pool, as plain pages hold them: uint8 ``[p, bytes]`` each."""
         for buffer in self.planes(layer):
-            rows = self._by_page(buffer)[held].unflatten(1, (self._tokens, self._groups, -1))
+            rows = self._by_page(buffer)[pool_pages].unflatten(1, (self._tokens, self._groups, -1))
             yield rows.transpose(1, 2).flatten(1).view(torch.uint8)
 
     def _by_group(self, plane: torch.Tensor) -> torch.Tensor:

@@ -43,25 +43,25 @@ class PipelineStages(Generic[_Value]):
         if group is not None:
             threading.Thread(target=self._exchange, name="hcache-stages", daemon=True).start()
 
-    def gather(self, own: _Value) -> Future[list[_Value]]:
+    def gather(self, value: _Value) -> Future[list[_Value]]:
         """Values of all stages (pickled), in order, once each has given one; every stage must."""
         future: Future[list[_Value]] = Future()
         if self._group is None:
-            future.set_result([own])
+            future.set_result([value])
         else:
-            self._queued.put((own, future))
+            self._queued.put((value, future))
         return future
 
     def _exchange(self) -> None:
         while True:
-            own, future = self._queued.get()
-            every: list[Any] = [None] * dist.get_world_size(group=self._group)
+            value, future = self._queued.get()
+            values: list[Any] = [None] * dist.get_world_size(group=self._group)
             try:
-                dist.all_gather_object(every, own, group=self._group)
+                dist.all_gather_object(values, value, group=self._group)
             except Exception as error:
                 future.set_exception(error)
             else:
-                future.set_result(every)
+                future.set_result(values)
 
 
 class _BackupState(NamedTuple):

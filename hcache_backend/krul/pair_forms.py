@@ -52,8 +52,8 @@ class MergedPair(Codec):
         self._kept = -(-cut.tokens // self.retained)
         sizes = cut.tokens * heads  # of 16-bit elements, as are these:
         self._parts = [cut.values, sizes, sizes, self._kept * cut.width, self._kept]
-        both = -(-2 * sum(self._parts) // 16) * 16  # of K in both layers, and of V
-        self.unit_bytes = (both, both)
+        segment_bytes = -(-2 * sum(self._parts) // 16) * 16  # of K in both layers, and of V
+        self.unit_bytes = (segment_bytes, segment_bytes)
 
     def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         pair = units.unflatten(1, (2, 2)).transpose(0, 1).unflatten(-1, (-1, self.dim))
@@ -61,14 +61,14 @@ class MergedPair(Codec):
         length = _sum(values * values).sqrt()
         magnitudes = length.to(self.dtype)
         # Squares that leave float32, and magnitudes that leave the type.
-        held = magnitudes.isfinite() & ((magnitudes > 0) | (values == 0).all(-1))
-        fits = held.all(0).flatten(1).all(1)
-        alone = torch.where(length[..., None] > 0, values / length[..., None], 0.0)
-        kept = _divergent(alone, self._kept)
-        between = alone[0] + alone[1]
-        norm = _sum(between * between).sqrt()[..., None]
+        representable = magnitudes.isfinite() & ((magnitudes > 0) | (values == 0).all(-1))
+        fits = representable.all(0).flatten(1).all(1)
+        directions = torch.where(length[..., None] > 0, values / length[..., None], 0.0)
+        kept = _divergent(directions, self._kept)
+        sums = directions[0] + directions[1]
+        norm = _sum(sums * sums).sqrt()[..., None]
         # Directions that are opposite have no middle.
-        direction = torch.where(norm > 0, between / norm, alone[0]).to(self.dtype).flatten(-2)
+        direction = torch.where(norm > 0, sums / norm, directions[0]).to(self.dtype).flatten(-2)
         rows = kept[..., None].expand(*kept.shape, self.cut.width)
         exact = [part.flatten(-2).gather(3, rows) for part in pair]
         direction.scatter_(3, rows, exact[0])
@@ -89,14 +89,14 @@ class MergedPair(Codec):
         rows = numbers.clamp(max=cut.tokens - 1)[..., None].expand(*numbers.shape, cut.width)
         exact = values.gather(3, rows), parts[3].unflatten(3, (self._kept, cut.width))
         heads = values.float().unflatten(4, (-1, self.dim))
-        both = [
+        layers = [
             (heads * magnitudes.float().unflatten(3, (cut.tokens, -1))[..., None])
             .to(self.dtype)
             .flatten(-2)
             .scatter_(3, rows, kept)
             for magnitudes, kept in zip(parts[1:3], exact, strict=True)
         ]
-        return torch.cat(both, dim=1)
+        return torch.cat(layers, dim=1)
 
 
 # codecs of two layers, made by form(cut, dim, dtype, _PAIR)
@@ -140,18 +140,18 @@ def changes_of_merges(form: MergedPair, layers: Sequence[torch.Tensor]) -> torch
     ``layers``: K and V of each, ``[p, 2, units, tokens, width]``. The change is the root mean
     square over tokens, each relative to its own size, in the worst head of K or V; infinity on the
     diagonal and if a page does not fit."""
-    found = torch.full((len(layers), len(layers)), torch.inf, device=layers[0].device)
+    changes = torch.full((len(layers), len(layers)), torch.inf, device=layers[0].device)
     for pair in combinations(range(len(layers)), 2):
         exact = torch.cat([layers[layer] for layer in pair], dim=1)
         encoded, fits = form.encode_units(exact)
         both = form.decode_units(encoded), exact
-        got, want = (part.float().unflatten(-1, (-1, form.dim)) for part in both)
+        got, want = (units.float().unflatten(-1, (-1, form.dim)) for units in both)
         # All tokens count alike: an outlier would hide the losses of the others.
         size = want.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
         errors = ((got - want) / size).square()  # [p, 4, units, tokens, heads, dim]
         change = errors.mean((0, 3, 5)).sqrt().max()
-        found[pair] = found[pair[::-1]] = torch.where(fits.all(), change, torch.inf)
-    return found
+        changes[pair] = changes[pair[::-1]] = torch.where(fits.all(), change, torch.inf)
+    return changes
 
 
 def _divergent(units: torch.Tensor, count: int) -> torch.Tensor:

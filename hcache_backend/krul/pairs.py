@@ -34,7 +34,7 @@ def check_pairs(layers: int, pairs: Iterable[Pair]) -> None:
         known |= {*pair}
 
 
-def alone(layers: int, pairs: Iterable[Sequence[object]]) -> list[int]:
+def unpaired(layers: int, pairs: Iterable[Sequence[object]]) -> list[int]:
     """The layers that are in no pair."""
     paired = {layer for pair in pairs for layer in pair[:2]}
     return [layer for layer in range(layers) if layer not in paired]
@@ -56,14 +56,14 @@ def closest_pairs(
     pair is added once the share ``ratio`` (0 to 1) of the candidates is paired. Pairs come by
     distance (``[layers, layers]``, symmetric), equal ones by layers; None: all are allowed."""
     candidates = sorted(candidates)
-    near = [pair for pair in combinations(candidates, 2) if allowed is None or pair in allowed]
-    found: dict[int, Pair] = {}
-    for pair in sorted(near, key=lambda pair: float(distances[pair])):
-        if len(found) >= ratio * len(candidates):
+    possible = [pair for pair in combinations(candidates, 2) if allowed is None or pair in allowed]
+    pair_of: dict[int, Pair] = {}
+    for pair in sorted(possible, key=lambda pair: float(distances[pair])):
+        if len(pair_of) >= ratio * len(candidates):
             break
-        if not found.keys() & {*pair}:
-            found |= dict.fromkeys(pair, pair)
-    return list(dict.fromkeys(found.values()))
+        if not pair_of.keys() & {*pair}:
+            pair_of |= dict.fromkeys(pair, pair)
+    return list(dict.fromkeys(pair_of.values()))
 
 
 @dataclass(frozen=True)
@@ -99,19 +99,18 @@ class PairChoice:
     def by_distance(self, sums: PairSums) -> tuple[CodedPair, ...]:
         """Merge the closest I-R layers (Krul's Algorithm 1)."""
         candidates = initial_recent_layers(sums.initial_recent, self.gamma)
-        found = closest_pairs(sums.distances, candidates, self.ratio, self.mergeable)
-        return self.coded(found[: self.pairs])
+        closest = closest_pairs(sums.distances, candidates, self.ratio, self.mergeable)
+        return self.coded(closest[: self.pairs])
 
     def coded(self, wanted: Iterable[Pair]) -> tuple[CodedPair, ...]:
         """``wanted`` pairs, then neighbours among the other layers from the last on; by first
         layers. Pairs are merged if they are wanted and mergeable, and otherwise in ``int8``."""
-        found = {pair: pair in self.mergeable for pair in wanted}
-        left = alone(self.layers, found)
-        while len(found) < self.pairs:
-            second = left.pop()
-            found[left.pop(), second] = False
-        codes = {True: MergedPair.name, False: Int8.name}
-        return tuple((*pair, codes[merged]) for pair, merged in sorted(found.items()))
+        codes = {pair: MergedPair.name if pair in self.mergeable else Int8.name for pair in wanted}
+        others = unpaired(self.layers, codes)
+        while len(codes) < self.pairs:
+            second = others.pop()
+            codes[others.pop(), second] = Int8.name
+        return tuple((*pair, code) for pair, code in sorted(codes.items()))
 
 
 def attention_sums(layers: Sequence[AttentionInputs]) -> PairSums:
@@ -124,12 +123,12 @@ def attention_sums(layers: Sequence[AttentionInputs]) -> PairSums:
     rows = len(layers) + 2
     table = torch.zeros((rows, len(layers)), dtype=torch.float64, device=layers[0].q.device)
     table[0] = tokens * heads
-    for weights, inside in _weights(layers):
+    for weights, inside in _part_weights(layers):
         table[1] += weights.masked_fill(inside, 0.0).sum((1, 2, 3), dtype=torch.float64)
         flat = weights.flatten(1)
         # By differences: products of rows would lose the small distances, which are chosen.
-        found = torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist")
-        table[2:] += found.double().square()
+        distances = torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist")
+        table[2:] += distances.double().square()
     return PairSums(table)
 
 
@@ -149,26 +148,27 @@ def _at_ends(tokens: int, length: int, device: torch.device) -> torch.Tensor:
     seen = torch.arange(length - tokens + 1, length + 1, dtype=torch.float64, device=device)
     first = torch.minimum((_ENDS * seen).ceil(), seen)
     last = torch.maximum(first, ((1 - _ENDS) * seen).floor())
-    at = torch.arange(length, device=device)
-    return (at < first[:, None]) | (at >= last[:, None])
+    places = torch.arange(length, device=device)
+    return (places < first[:, None]) | (places >= last[:, None])
 
 
-def _weights(layers: Sequence[AttentionInputs]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _part_weights(layers: Sequence[AttentionInputs]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Weights of all layers, some heads and queries at a time, float32 ``[layers, heads, t, n]``,
     and the mask of tokens on neither end. K is fetched once, of few heads in all layers."""
     (tokens, heads), length = layers[0].q.shape[:2], layers[0].length
     kv_heads, group = layers[0].kv_heads, heads // layers[0].kv_heads
-    of_query = len(layers) * group * length
-    several, at_once = max(1, _WEIGHTS // (of_query * tokens)), max(1, _WEIGHTS // of_query)
-    for first in range(0, kv_heads, several):
-        here = slice(first, min(first + several, kv_heads))
-        asking = slice(here.start * group, here.stop * group)
-        held = [layer.keys(here) for layer in layers]
+    weights_per_query = len(layers) * group * length
+    at_once = max(1, _WEIGHTS // weights_per_query)
+    heads_at_once = max(1, _WEIGHTS // (weights_per_query * tokens))
+    for first in range(0, kv_heads, heads_at_once):
+        kv_part = slice(first, min(first + heads_at_once, kv_heads))
+        head_part = slice(kv_part.start * group, kv_part.stop * group)
+        keys = [layer.keys(kv_part) for layer in layers]
         for start in range(0, tokens, at_once):
             queries = slice(start, min(start + at_once, tokens))
             seen = length - tokens + queries.stop
             weights = torch.stack([
-                attention_weights(layer.q[queries, asking], k[:seen], layer.scale)
-                for layer, k in zip(layers, held, strict=True)
+                attention_weights(layer.q[queries, head_part], k[:seen], layer.scale)
+                for layer, k in zip(layers, keys, strict=True)
             ])  # fmt: skip
             yield weights, ~_at_ends(queries.stop - queries.start, seen, weights.device)

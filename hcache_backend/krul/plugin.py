@@ -70,7 +70,7 @@ class NodePairs:
         if self._recomputer is None or tree is None:
             return
         with metrics.catching("probe", "pairs of layers are chosen without the attention"):
-            tokens = _tokens(tree, node_ids[0])
+            tokens = _read_tokens(tree, node_ids[0])
         [known] = smallest(self._group, tokens is not None)
         if known:
             node.pairs, node.tokens = None, tokens
@@ -102,7 +102,7 @@ class NodePairs:
         node = self._undecided
         if node is None or self._proposal is None or not self._proposal.least[0]:
             return False
-        node.pairs = self._chosen(node)
+        node.pairs = self._choose_pairs(node)
         self._ask_next()
         return node is self._nodes[0]
 
@@ -134,26 +134,26 @@ class NodePairs:
         [ready] = smallest(self._group, forwards is not None)
         if not ready or forwards is None:
             return
-        node.sums, broken = sums, list[Exception]()
+        node.sums, failures = sums, list[Exception]()
 
         def run() -> None:  # an exception here would end the stream of forward passes
-            asked = None
+            inputs = None
             try:
-                asked = recomputer.attention_inputs(layers, ids, keys)
+                inputs = recomputer.attention_inputs(layers, ids, keys)
                 with torch.inference_mode():
-                    found = layer_pairs.attention_sums(asked).table
-                sums.copy_(found, non_blocking=True)
+                    table = layer_pairs.attention_sums(inputs).table
+                sums.copy_(table, non_blocking=True)
             except Exception as error:
                 self._problem = error
-                if asked is None:  # behind the model's pass no rank waits for this one
-                    broken.append(error)
+                if inputs is None:  # behind the model's pass no rank waits for this one
+                    failures.append(error)
 
         forwards.run(run)
         node.event = forwards.record()
-        if broken and self._ranks > 1:
-            raise broken[0]
+        if failures and self._ranks > 1:
+            raise failures[0]
 
-    def _chosen(self, node: _Node) -> Sequence[CodedPair]:
+    def _choose_pairs(self, node: _Node) -> Sequence[CodedPair]:
         assert node.sums is not None and node.tokens is not None
         try:
             if node.event is not None:
@@ -171,13 +171,13 @@ class NodePairs:
             what = "attention could not be observed; pairs of layers stay those of the start"
             logger.error("hcache: %s: %r", what, self._problem)
             return self._layout.pairs
-        found = PairSums(self._added(table, node.tokens))
-        pairs, distances = self._choice.by_distance(found), found.distances
+        sums = PairSums(self._add_sums(table, node.tokens))
+        pairs, distances = self._choice.by_distance(sums), sums.distances
         for first, second, code in pairs:
             metrics.PAIR_DISTANCES.observe(code, float(distances[first, second]))
         return pairs
 
-    def _added(self, table: torch.Tensor, tokens: _Tokens) -> torch.Tensor:
+    def _add_sums(self, table: torch.Tensor, tokens: _Tokens) -> torch.Tensor:
         """The sums of a node and of those before it."""
         if tokens.before is not None and (before := self._sums.get(tokens.before)) is not None:
             self._sums.move_to_end(tokens.before)
@@ -189,7 +189,7 @@ class NodePairs:
         return table
 
 
-def _tokens(tree: Any, node_id: int) -> _Tokens:
+def _read_tokens(tree: Any, node_id: int) -> _Tokens:
     spec = tree.build_storage_backup_spec(node_id, True)
     root = tree.empty_match_result.last_device_node
     ids = np.array(spec.token_ids[-ASKED_TOKENS:], dtype=np.int64)
@@ -225,32 +225,32 @@ class Krul:
         layout, option = paired(layout), self._option
         layers, number = len(layout.layers), len(layout.pairs)
         assert isinstance(kv, PairedSegments)
-        every, wanted = [*combinations(range(layers), 2)], option.pairs or ()
+        pairs, option_pairs = [*combinations(range(layers), 2)], option.pairs or ()
         try:  # alike on all ranks
-            layer_pairs.check_pairs(layers, wanted)
+            layer_pairs.check_pairs(layers, option_pairs)
         except ValueError as error:
             raise Refused(str(error)) from None
-        if len(wanted) > number:
+        if len(option_pairs) > number:
             raise Refused(
-                f"it names {len(wanted)} pairs, and by its 'ratio' {option.ratio} pages of "
+                f"it names {len(option_pairs)} pairs, and by its 'ratio' {option.ratio} pages of "
                 f"{layers} layers have {number}"
             )
-        problem, small = "another tensor-parallel rank cannot merge layers", [False] * len(every)
+        problem, small = "another tensor-parallel rank cannot merge layers", [False] * len(pairs)
         try:
-            found = (kv.merge_changes(slots) <= option.error).cpu()
-            small, fine = [bool(found[pair]) for pair in every], True
+            may_merge = (kv.merge_changes(slots) <= option.error).cpu()
+            small, fine = [bool(may_merge[pair]) for pair in pairs], True
         except Exception as error:  # for want of memory, say
             problem, fine = f"layers cannot be merged: {type(error).__name__}: {error}", False
         *agreed, all_fine = smallest(group, *small, fine)
         if not all_fine:
             raise Refused(problem)
-        mergeable = frozenset(pair for pair, fits in zip(every, agreed, strict=True) if fits)
+        mergeable = frozenset(pair for pair, fits in zip(pairs, agreed, strict=True) if fits)
         self.choice = PairChoice(layers, number, mergeable, option.ratio, option.gamma)
-        settled = layout.with_pairs(self.choice.coded(wanted))
-        named = ", ".join(f"{first} and {second} {code}" for first, second, code in settled.pairs)
+        chosen = layout.with_pairs(self.choice.coded(option_pairs))
+        named = ", ".join(f"{first} and {second} {code}" for first, second, code in chosen.pairs)
         text = "hcache: %d of %d pairs of layers may be merged; until others are chosen: %s"
-        logger.debug(text, len(mergeable), len(every), named)
-        return settled
+        logger.debug(text, len(mergeable), len(pairs), named)
+        return chosen
 
     def try_model(
         self, recomputer: Recomputer, token_ids: Sequence[int], slots: torch.Tensor
@@ -262,9 +262,9 @@ class Krul:
 
         def run() -> None:
             try:
-                asked = recomputer.attention_inputs(recomputer.layers, ids, slots)
+                inputs = recomputer.attention_inputs(recomputer.layers, ids, slots)
                 with torch.inference_mode():
-                    layer_pairs.attention_sums(asked)
+                    layer_pairs.attention_sums(inputs)
             except Exception as error:  # a model's own code, with an unusual batch
                 problems.append(error)
 

@@ -19,7 +19,7 @@ from hcache_backend.format.page import LAYER_ENTRY, Bytes, PageLayout, StoredLay
 from hcache_backend.format.units import WHOLE, Segment, Shard
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul.pair_forms import PAIR_FORMS, MergedPair, PairSlot, changes_of_merges
-from hcache_backend.krul.pairs import CodedPair, alone, check_pairs
+from hcache_backend.krul.pairs import CodedPair, check_pairs, unpaired
 from hcache_backend.streams import to_device
 from hcache_kernels.codecs import Int8, UnsupportedRows, make_segment_codec
 from hcache_kernels.pages import gather_pages, scatter_pages
@@ -79,12 +79,12 @@ class PairedLayout(PageLayout):
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
         """Of every layer."""
-        found: dict[int, Slot] = {}
+        slot_of: dict[int, Slot] = {}
         offset = self.header_bytes
         for layers, code in self._in_order:
-            found |= dict.fromkeys(layers, Slot(layers, code, offset))
+            slot_of |= dict.fromkeys(layers, Slot(layers, code, offset))
             offset += sum(segment.length for segment in self._segments_of(layers))
-        return tuple(found[layer] for layer in range(len(self.layers)))
+        return tuple(slot_of[layer] for layer in range(len(self.layers)))
 
     @cached_property
     def segment_bytes(self) -> tuple[int, ...]:
@@ -139,8 +139,8 @@ class PairedLayout(PageLayout):
     def _in_order(self) -> list[tuple[tuple[int, ...], str]]:
         """The layers in each slot of a page, and the slot's code."""
         shared: list[tuple[tuple[int, ...], str]] = [(pair[:2], pair[2]) for pair in self.pairs]
-        left = alone(len(self.layers), self.pairs)
-        return shared + [((layer,), self.layers[layer].codec) for layer in left]
+        others = unpaired(len(self.layers), self.pairs)
+        return shared + [((layer,), self.layers[layer].codec) for layer in others]
 
     def _segments_of(self, layers: tuple[int, ...]) -> tuple[Segment, ...]:
         return self.slot if len(layers) > 1 else self.layers[0].segments
@@ -193,9 +193,10 @@ class PairedSegments(KVSegments):
         """With neighbours in pairs, until others are chosen."""
         part = Segment(self._slot.slot_bytes // 2, pieces=self._units.cut.units)
         pairs = tuple((2 * n, 2 * n + 1, Int8.name) for n in range(self._pairs))
-        how = self.page_size, tuple(layers), shard
-        codes = tuple(PAIR_FORMS)
-        self._layout = PairedLayout(*how, slot=(part, part), codes=codes, pairs=pairs)
+        codes, slot = tuple(PAIR_FORMS), (part, part)
+        self._layout = PairedLayout(
+            self.page_size, tuple(layers), shard, slot=slot, codes=codes, pairs=pairs
+        )
         return self._layout
 
     def save(
@@ -203,13 +204,13 @@ class PairedSegments(KVSegments):
     ) -> torch.Tensor:
         shape = len(self.layers), len(pages)
         fits = torch.ones(shape, dtype=torch.bool, device=slots.device)
-        for slot, at, held, to in self._slots(self.layers, memory, pages, slots):
+        for slot, indices, pool_pages, host_pages in self._slots(self.layers, memory, pages, slots):
             if len(slot.layers) == 1:
-                fit = self._save_layer(slot.layers[0], held, memory, to, slot.offset)
+                fit = self._save_layer(slot.layers[0], pool_pages, memory, host_pages, slot.offset)
             else:
-                fit = self._save_pair(slot, held, memory, to)
+                fit = self._save_pair(slot, pool_pages, memory, host_pages)
             for layer in slot.layers:
-                fits[layer, at] = fit
+                fits[layer, indices] = fit
         return fits
 
     def load(
@@ -221,11 +222,11 @@ class PairedSegments(KVSegments):
         slots: torch.Tensor,
     ) -> None:
         """The first layer of a pair brings both; nobody reads the second one before its turn."""
-        for slot, _, held, where in self._slots(layers, memory, pages, slots):
+        for slot, _, pool_pages, host_pages in self._slots(layers, memory, pages, slots):
             if len(slot.layers) == 1:
-                self._load_layers(slot.layers[:1], held, memory, where, [slot.offset])
+                self._load_layers(slot.layers[:1], pool_pages, memory, host_pages, [slot.offset])
             else:
-                self._load_pair(slot, held, memory, where)
+                self._load_pair(slot, pool_pages, memory, host_pages)
 
     def _slots(
         self, layers: Sequence[int], memory: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
@@ -233,12 +234,12 @@ class PairedSegments(KVSegments):
         """Each slot with its first layer among ``layers`` in ``pages`` (int64 ``[p]``, on the CPU).
         With it: indices of the pages that have it, these pages in the pool, and in ``memory``; all
         int64 ``[n]``, on the device."""
-        ids, every = pages.numpy(), self.pages_of(slots)
+        ids, pool_pages = pages.numpy(), self.pages_of(slots)
         for layer in layers:
             for slot, places in self._layout.groups(memory.numpy(), ids, layer):
                 if layer == slot.layers[0]:
-                    at = to_device(places, slots.device)
-                    yield slot, at, every[at], to_device(ids[places], slots.device)
+                    indices = to_device(places, slots.device)
+                    yield slot, indices, pool_pages[indices], to_device(ids[places], slots.device)
 
     def _save_layer(
         self, layer: int, held: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor, offset: int
@@ -246,31 +247,31 @@ class PairedSegments(KVSegments):
         encoder, fits = self._encoder, list[torch.Tensor]()
         if encoder is None or not held.is_cuda:
             return super()._save_layer(layer, held, memory, pages, offset)
-        for [rows], some, of in self._encoded("save", 1, pages, held):
-            every = torch.arange(len(some), device=held.device)
-            fits.append(encoder.encode_pages(self.planes(layer), of, rows, every, 0))
-            scatter_pages(rows, memory, some, offset)
+        for [rows], page_part, pool_part in self._staged_parts("save", 1, pages, held):
+            rows_in_order = torch.arange(len(page_part), device=held.device)
+            fits.append(encoder.encode_pages(self.planes(layer), pool_part, rows, rows_in_order, 0))
+            scatter_pages(rows, memory, page_part, offset)
         return torch.cat(fits)
 
     def _save_pair(
-        self, slot: Slot, held: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor
+        self, slot: Slot, pool_pages: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor
     ) -> torch.Tensor:
-        """Save both layers of a slot of pages ``held``; returns those that fit, bool ``[p]``."""
+        """Save both layers of a slot of ``pool_pages``; returns those that fit, bool ``[p]``."""
         fits = []
-        for some, to in self._parts(held, pages):
-            units = self._units.read_units(self._planes_of(slot), some)
+        for pool_part, page_part in self._parts(pool_pages, pages):
+            units = self._units.read_units(self._planes_of(slot), pool_part)
             rows, fit = self._slot.encode(slot.code, units)
-            scatter_pages(rows, memory, to, slot.offset)
+            scatter_pages(rows, memory, page_part, slot.offset)
             fits.append(fit)
         return torch.cat(fits)
 
     def _load_pair(
-        self, slot: Slot, held: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor
+        self, slot: Slot, pool_pages: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor
     ) -> None:
-        for some, where in self._parts(held, pages):
-            rows = gather_pages(memory, where, slot.offset, self._slot.slot_bytes)
+        for pool_part, page_part in self._parts(pool_pages, pages):
+            rows = gather_pages(memory, page_part, slot.offset, self._slot.slot_bytes)
             units = self._slot.decode(slot.code, rows)
-            self._units.write_units(units, self._planes_of(slot), some)
+            self._units.write_units(units, self._planes_of(slot), pool_part)
 
     def _planes_of(self, slot: Slot) -> list[torch.Tensor]:
         return [plane for layer in slot.layers for plane in self.planes(layer)]
@@ -280,23 +281,23 @@ class PairedSegments(KVSegments):
         return zip(*(some.split(at_once) for some in ids), strict=True)
 
     def holds(
-        self, segments: torch.Tensor, held: torch.Tensor, part: int, layout: PageLayout, layer: int
+        self, segments: torch.Tensor, plain: torch.Tensor, part: int, layout: PageLayout, layer: int
     ) -> bool:
         """Of a pair all of it is compared with the first part."""
         slot = paired(layout).slots[layer]
         if len(slot.layers) == 1:
-            return super().holds(segments, held, part, layout, layer)
+            return super().holds(segments, plain, part, layout, layer)
         if part:
             return True
         cut = self._units.cut
-        units = held.view(self._units.dtype).view(1, 4, cut.units, cut.tokens, cut.width)
+        units = plain.view(self._units.dtype).view(1, 4, cut.units, cut.tokens, cut.width)
         return self._slot.stands_for(slot.code, segments[None], units)
 
     def merge_changes(self, slots: torch.Tensor) -> torch.Tensor:
         """:func:`changes_of_merges` of pages in ``slots``, int64 ``[p * page_size]`` (device)."""
         pages = torch.arange(len(slots) // self.page_size, device=slots.device)
-        held = [[plane[slots] for plane in self.planes(layer)] for layer in self.layers]
-        units = [self._units.read_units(planes, pages) for planes in held]
+        planes = [[plane[slots] for plane in self.planes(layer)] for layer in self.layers]
+        units = [self._units.read_units(kv, pages) for kv in planes]
         return changes_of_merges(self._merged, units)
 
     def code_of(self, layout: PageLayout, layer: int) -> str:
@@ -306,16 +307,16 @@ class PairedSegments(KVSegments):
     def through_codec(
         self, layout: PageLayout, planes: Sequence[Sequence[torch.Tensor]]
     ) -> tuple[list[Sequence[torch.Tensor]], torch.Tensor]:
-        back, fits = super().through_codec(layout, planes)
+        decoded, fits = super().through_codec(layout, planes)
         pages = torch.arange(fits.shape[1])
         for first, second, code in paired(layout).pairs:
             pair = [plane.cpu() for layer in (first, second) for plane in planes[layer]]
             rows, fits[first] = self._slot.encode(code, self._units.read_units(pair, pages))
             fits[second] = fits[first]
-            both = [torch.empty_like(plane) for plane in pair]
-            self._units.write_units(self._slot.decode(code, rows), both, pages)
-            back[first], back[second] = both[:2], both[2:]
-        return back, fits
+            planes_back = [torch.empty_like(plane) for plane in pair]
+            self._units.write_units(self._slot.decode(code, rows), planes_back, pages)
+            decoded[first], decoded[second] = planes_back[:2], planes_back[2:]
+        return decoded, fits
 
 
 def paired(layout: PageLayout) -> PairedLayout:

@@ -149,7 +149,7 @@ class Fronts:
             return False
         rows = None if self._new_rows is None else self._new_rows()
         if rows is not None:
-            recompute = rows.taken_from(recompute)
+            recompute = rows.with_rows_taken(recompute)
         # These pages are behind others that were loaded, or recomputed on the same stream.
         restore = self._pipeline.start_recomputation(recompute)
         if restore.failed is None:

@@ -34,8 +34,8 @@ class ReservablePages:
         self._alloc = allocator.alloc
         allocator.available_size, allocator.clear = self._available_size, self._clear_all
         allocator.alloc = self._allocate
-        self._allocating("alloc_extend", lambda asked: asked["extend_num_tokens"] // self._size + 1)
-        self._allocating("alloc_decode", lambda asked: 0)
+        self._wrap_allocation("alloc_extend", lambda a: a["extend_num_tokens"] // self._size + 1)
+        self._wrap_allocation("alloc_decode", lambda _: 0)
 
     def count(self) -> int:
         return int(self._available()) // self._size
@@ -62,8 +62,8 @@ class ReservablePages:
     def slots_to(self, node: Hashable) -> torch.Tensor:
         return slots_to(self.cache.tree_core, node)
 
-    def _allocating(self, name: str, pages: Callable[[dict[str, Any]], int]) -> None:
-        """Wrap a method that gives slots to sequences: at most a page each, and ``pages``."""
+    def _wrap_allocation(self, name: str, pages: Callable[[dict[str, Any]], int]) -> None:
+        """Wrap an allocation for sequences: a page for each, and ``pages``, are freed before."""
         original = getattr(self._allocator, name, None)
         if original is None:
             return
@@ -71,9 +71,9 @@ class ReservablePages:
 
         def allocate(*args: Any, **kwargs: Any) -> Any:
             if self.eager is not None and self.eager.pages:
-                asked = parameters.bind(*args, **kwargs).arguments
-                self.eager.make_free(pages(asked) + len(asked["seq_lens"]))
-            return self._given(original(*args, **kwargs))
+                arguments = parameters.bind(*args, **kwargs).arguments
+                self.eager.make_free(pages(arguments) + len(arguments["seq_lens"]))
+            return self._note_allocated(original(*args, **kwargs))
 
         setattr(self._allocator, name, allocate)
 
@@ -82,14 +82,14 @@ class ReservablePages:
         if load is not None and load.prepared is None and self.eager is not None:
             assert need_size == len(load.host_pages) * self._size
             load.prepared = self.eager.hand_out(load.host_pages)
-            return self._given(load.prepared and load.prepared.slots)
+            return self._note_allocated(load.prepared and load.prepared.slots)
         if self.eager is not None and self.eager.pages:
             self.eager.make_free(-(-need_size // self._size))
-        return self._given(self._alloc(need_size))
+        return self._note_allocated(self._alloc(need_size))
 
-    def _given(self, slots: Any) -> Any:
+    def _note_allocated(self, slots: Any) -> Any:
         if isinstance(slots, torch.Tensor):
-            self._capture.allocated(slots)
+            self._capture.note_allocated(slots)
         return slots
 
     def _available_size(self) -> int:

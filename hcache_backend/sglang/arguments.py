@@ -84,17 +84,17 @@ def storage_extra_config(args: Any) -> dict[str, Any]:
     return dict(HybridCacheController.parse_storage_backend_extra_config(text)[0])
 
 
-def check_tp_lcm_size(asked: object, ranks: int, heads: int, *, own_pages: bool) -> None:
+def check_tp_lcm_size(option: object, ranks: int, heads: int, *, own_pages: bool) -> None:
     """Raise ConfigError, with the allowed numbers, unless K and V of a page of all ranks divide
-    into ``asked`` groups of heads (SGLang's ``tp_lcm_size``). ``heads`` are those of a rank."""
-    every = heads * ranks
-    allowed = [number for number in range(ranks, every + 1, ranks) if every % number == 0]
+    into ``option`` groups of heads (SGLang's ``tp_lcm_size``). ``heads`` are those of a rank."""
+    all_heads = heads * ranks
+    allowed = [number for number in range(ranks, all_heads + 1, ranks) if all_heads % number == 0]
     if own_pages:
         allowed = [number for number in allowed if number == ranks or number in SHARD_COUNTS]
-    if type(asked) is not int or asked not in allowed:
+    if type(option) is not int or option not in allowed:
         pages = "own" if own_pages else "plain"
         raise ConfigError(
-            f"extra config: 'tp_lcm_size' is {asked!r}; for {pages} pages with tensor-parallel "
+            f"extra config: 'tp_lcm_size' is {option!r}; for {pages} pages with tensor-parallel "
             f"size {ranks} and {heads} KV heads per rank it can be {', '.join(map(str, allowed))}"
         )
 
@@ -102,7 +102,7 @@ def check_tp_lcm_size(asked: object, ranks: int, heads: int, *, own_pages: bool)
 def kv_fields(runner: Any) -> dict[str, object]:
     """Fields of the namespace of K and V besides the weights: adapters, scales of quantised KV."""
     fields = {"adapters": _adapter_digests(runner), "scales": _kv_scales(runner.model)}
-    return {name: found for name, found in fields.items() if found}
+    return {name: value for name, value in fields.items() if value}
 
 
 def _kv_scales(model: torch.nn.Module) -> dict[str, list[float]]:
@@ -110,8 +110,8 @@ def _kv_scales(model: torch.nn.Module) -> dict[str, list[float]]:
     names = ("k_scale", "v_scale", "k_scale_float", "v_scale_float")
     scales = {}
     for layer, module in model.named_modules():
-        held = [getattr(module, name, None) for name in names]
-        if numbers := [value for value in held if isinstance(value, float)]:
+        values = [getattr(module, name, None) for name in names]
+        if numbers := [value for value in values if isinstance(value, float)]:
             scales[layer] = numbers
     return scales
 

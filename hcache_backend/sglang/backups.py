@@ -27,112 +27,112 @@ _PAGES = 128  # a turn puts no further node once its nodes have this many pages
 _NODES = 1 << 16  # nodes that are known after the device has evicted them; the oldest are forgotten
 _ANSWERS = 32  # on which the ranks agree in a turn
 _LEFT_OUT = 64  # chains through a node that L3 did not take, before the next one is tried
-_NO_HOLE = 1 << 62
+_NONE_MISSING = 1 << 62
 _FINISH_SECONDS = 10.0  # SGLang kills processes 15 s after it has asked them to stop
 _POLL_SECONDS = 0.001
 
 
 class _Node(NamedTuple):
-    """A node of SGLang's tree, by its contents: numbers are used again."""
+    """A node of SGLang's tree, by its contents: ids are used again."""
 
-    number: int
+    node_id: int
     key: bytes  # of its last page
     pages: int
-    before: int | None  # number of the node before it; None: a sequence begins with it
+    parent_id: int | None  # of the node before it; None: a sequence begins with it
 
 
 class _Answer(NamedTuple):
     """The backup thread is done with an operation."""
 
     operation: int
-    number: int  # of its node
-    hole: int  # first page before the node that L3 lacks, so that it was not written; or _NO_HOLE
+    node_id: int  # of its node
+    missing_page: int  # the first one before the node, which was not written; or _NONE_MISSING
 
 
 class Backups:
-    """Scheduler thread only, but for :attr:`holes`. All ranks put the same nodes at once. Pipeline
-    stages, and servers without a cache in host memory, put none, and write each node.
+    """Scheduler thread only, but for :attr:`missing_pages`. All ranks put the same nodes at once.
+    Pipeline stages, and servers without a cache in host memory, put none, and write each node.
 
     Attributes:
-        holes: Operations of HiCache's backup thread that wrote nothing on this rank, and the first
-            page before theirs that L3 lacks.
+        missing_pages: Operations of HiCache's backup thread that wrote nothing on this rank, and
+            the first page before theirs that L3 lacks.
     """
 
     def __init__(self, stages: int, prefetches: Prefetches | None = None) -> None:
-        self.on, self._prefetches = stages == 1, prefetches
-        self.holes: dict[int, int] = {}
+        self.enabled, self._prefetches = stages == 1, prefetches
+        self.missing_pages: dict[int, int] = {}
         self._cache: Any = None
-        self._given: OrderedDict[int, _Node] = OrderedDict()  # to L3, by number
+        self._given: OrderedDict[int, _Node] = OrderedDict()  # to L3, by id
         self._answered: deque[_Answer] = deque()
-        self._first_holes: Proposal | None = None  # of the first of those
+        self._proposal: Proposal | None = None  # missing pages of the first of those
         # To be put, each from the last node to the first.
         self._chains: deque[list[_Node]] = deque()
         self._chained = Counter[_Node]()  # nodes of chains, which may share some
-        self._begins = True  # chains
+        self._may_begin_chains = True
         self._putting: set[int] = set()  # nodes of chains that HiCache has not given to L3 yet
         self._copied: int | None = None  # the last one that was copied to host memory for that
-        self._again: dict[int, int] = {}  # operations without an answer, by nodes of chains
+        self._given_again: dict[int, int] = {}  # operations without an answer, by nodes of chains
         # Nodes that L3 did not take: chains to leave out.
         self._refused: OrderedDict[bytes, int] = OrderedDict()
 
-    def gave(self, cache: Any, number: int) -> None:
-        """HiCache has queued a node for L3."""
-        if number in self._putting:
-            self._putting.remove(number)
-            self._again[number] = next(reversed(cache.ongoing_backup), 0)
-        node = _on_device(cache, number)
+    def note_given(self, cache: Any, node_id: int) -> None:
+        """HiCache has queued a node for L3: known from now on, if the device has it."""
+        if node_id in self._putting:
+            self._putting.remove(node_id)
+            self._given_again[node_id] = next(reversed(cache.ongoing_backup), 0)
+        node = _node_on_device(cache, node_id)
         if node is not None:
-            self._given[number] = node
+            self._given[node_id] = node
             _forget_oldest(self._given)
 
-    def answered(self, cache: Any, operations: Sequence[Any]) -> None:
-        """The backup thread is done with these, on every rank."""
-        for operation in operations if self.on else ():
-            hole = self.holes.pop(operation.id, _NO_HOLE)
+    def note_answers(self, cache: Any, operations: Sequence[Any]) -> None:
+        """The backup thread is done with these, on every rank: their missing pages await a turn."""
+        for operation in operations if self.enabled else ():
+            missing_page = self.missing_pages.pop(operation.id, _NONE_MISSING)
             if operation.id in cache.ongoing_backup:
-                number = cache.ongoing_backup[operation.id][0]
-                self._answered.append(_Answer(operation.id, number, hole))
+                node_id = cache.ongoing_backup[operation.id][0]
+                self._answered.append(_Answer(operation.id, node_id, missing_page))
 
     def propose_missing_pages(self, turn: Turn) -> None:
         """Propose, for the operations that the backup thread ended first, the first page before
         each that L3 lacks on this rank."""
-        self.on = self.on and turn.cache.buffer_pipeline is None
+        self.enabled = self.enabled and turn.cache.buffer_pipeline is None
         self._cache = turn.cache
-        self._first_holes = None
+        self._proposal = None
         if self._answered:
-            holes = (one.hole for one in islice(self._answered, _ANSWERS))
-            self._first_holes = turn.propose(*holes)
+            answers = islice(self._answered, _ANSWERS)
+            self._proposal = turn.propose(*(answer.missing_page for answer in answers))
 
     def apply_missing_pages(self, cache: Any) -> None:
         """Put the beginnings of nodes that a rank did not write; others wait for a turn."""
-        if self._first_holes is not None:
-            for hole in self._first_holes.least:
+        if self._proposal is not None:
+            for missing_page in self._proposal.least:
                 answer = self._answered.popleft()
-                again = self._again.get(answer.number) == answer.operation
+                again = self._given_again.get(answer.node_id) == answer.operation
                 if again:
-                    del self._again[answer.number]
-                if hole != _NO_HOLE:
-                    self._begin_chain(cache, answer.number, hole, again=again)
+                    del self._given_again[answer.node_id]
+                if missing_page != _NONE_MISSING:
+                    self._begin_chain(cache, answer.node_id, missing_page, again=again)
         self._put_chains(cache)
         if not (cache.ongoing_backup or cache.ongoing_write_through or self._answered):
             self._putting.clear()  # of a tree that was flushed meanwhile
-            self._again.clear()
+            self._given_again.clear()
 
-    def _begin_chain(self, cache: Any, number: int, hole: int, *, again: bool) -> None:
-        """Put the nodes from the one with page ``hole`` of the sequence on, up to ``number``."""
-        if not self._begins or number in self._putting or number in self._again:
+    def _begin_chain(self, cache: Any, last: int, missing_page: int, *, again: bool) -> None:
+        """Queue the nodes from the one with ``missing_page`` of the sequence on, up to ``last``."""
+        if not self._may_begin_chains or last in self._putting or last in self._given_again:
             return  # the last two: it was put since then
         chain: list[_Node] = []
-        before: int | None = number
-        while before is not None:
-            node = _on_device(cache, before) or self._given.get(before)
+        node_id: int | None = last
+        while node_id is not None:
+            node = _node_on_device(cache, node_id) or self._given.get(node_id)
             if node is None:
                 metrics.PAGES.count("heads_not_put", sum(node.pages for node in chain[1:]))
                 return
             chain.append(node)
-            before = node.before
+            node_id = node.parent_id
         start = 0
-        while start + chain[-1].pages <= hole and len(chain) > 1:
+        while start + chain[-1].pages <= missing_page and len(chain) > 1:
             start += chain.pop().pages
         if again:  # its disk is full or gone, or a page before it must not be stored
             self._refused[chain[0].key] = _LEFT_OUT
@@ -153,21 +153,21 @@ class Backups:
 
         pages, copies = 0, cache.ongoing_write_through
         running = copies.values() if self._chains else ()
-        copying = {number for one in running for number in one.publish_node_ids}
+        copying = {node_id for copy in running for node_id in copy.publish_node_ids}
         while self._chains and pages < _PAGES:
             chain = self._chains[0]
-            node, there = chain[-1], _is_there(cache, chain[-1])
-            if there and cache.is_backuped(node.number):
+            node, in_tree = chain[-1], _tree_has(cache, chain[-1])
+            if in_tree and cache.is_backuped(node.node_id):
                 # A state or a window of the node may be on its way to host memory, too.
-                if self._copied in copies or node.number in copying:
+                if self._copied in copies or node.node_id in copying:
                     return
-                self._putting.add(node.number)
-                cache.write_backup_storage(node.number)
-            elif there and cache._execute_and_commit_kv_backup(BackupKV([node.number])):
-                self._copied = node.number
-                self._putting.add(node.number)
+                self._putting.add(node.node_id)
+                cache.write_backup_storage(node.node_id)
+            elif in_tree and cache._execute_and_commit_kv_backup(BackupKV([node.node_id])):
+                self._copied = node.node_id
+                self._putting.add(node.node_id)
             else:
-                metrics.PAGES.count("heads_not_put", sum(one.pages for one in chain[1:]))
+                metrics.PAGES.count("heads_not_put", sum(other.pages for other in chain[1:]))
                 self._chained.subtract(self._chains.popleft())
                 continue
             pages += node.pages
@@ -186,7 +186,7 @@ class Backups:
         self._chains.clear()
         self._chained.clear()
         self._putting.clear()
-        self._again.clear()
+        self._given_again.clear()
         self._refused.clear()
 
     def finish(self) -> None:
@@ -199,11 +199,11 @@ class Backups:
         for batch in (scheduler.running_batch, scheduler.last_batch) if scheduler else ():
             if batch is not None and all(req.finished() for req in batch.reqs):
                 batch.filter_batch()
-        if not self.on or cache is None or cache.ongoing_load_back or cache.ongoing_prefetch:
+        if not self.enabled or cache is None or cache.ongoing_load_back or cache.ongoing_prefetch:
             return
-        self._begins = False  # what is put now would be of weights that are about to leave
+        self._may_begin_chains = False  # they would be of weights that are about to leave
         ended = self._backups_end(cache, time.monotonic() + _FINISH_SECONDS)
-        self._begins = True
+        self._may_begin_chains = True
         if not ended:
             logger.warning(
                 f"hcache: backups did not end in {_FINISH_SECONDS:g} s: SGLang may be unable to "
@@ -213,7 +213,7 @@ class Backups:
     def stop(self, cache: Any) -> bool:
         """Before the end of the server, wait like :meth:`finish` until L3 has all that is queued,
         and with ``write_back`` all that is on the device. Returns True if it has."""
-        if not self.on:
+        if not self.enabled:
             return False
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
@@ -224,8 +224,8 @@ class Backups:
         within = "hcache: shutting down: up to %g s to write %d more nodes to L3"
         logger.info(within, _FINISH_SECONDS, nodes())
         ended = self._backups_end(cache, end)
-        some = EvictParams(num_tokens=_PAGES * cache.page_size)
-        while ended and cache.is_write_back and cache.evict(some).num_tokens_evicted:
+        batch = EvictParams(num_tokens=_PAGES * cache.page_size)
+        while ended and cache.is_write_back and cache.evict(batch).num_tokens_evicted:
             ended = self._backups_end(cache, end)
         if not ended:
             late = "hcache: %d nodes were not written to L3 within %g s of the shutdown"
@@ -249,19 +249,19 @@ def _forget_oldest(known: OrderedDict[Any, Any]) -> None:
         known.popitem(last=False)
 
 
-def _on_device(cache: Any, number: int) -> _Node | None:
+def _node_on_device(cache: Any, node_id: int) -> _Node | None:
     """A node of which the device has K and V."""
-    found = cache.tree_core.snapshot_buffer_backup(number, False)
-    if found is None:
+    snapshot = cache.tree_core.snapshot_buffer_backup(node_id, False)
+    if snapshot is None:
         return None
-    before = None if found.parent_is_root else found.parent_node_id
-    return _Node(number, key_bytes(found.hash_values[-1]), len(found.hash_values), before)
+    parent_id = None if snapshot.parent_is_root else snapshot.parent_node_id
+    return _Node(node_id, key_bytes(snapshot.hash_values[-1]), len(snapshot.hash_values), parent_id)
 
 
-def _is_there(cache: Any, node: _Node) -> bool:
+def _tree_has(cache: Any, node: _Node) -> bool:
     """False if the tree has lost a node, or has another one of this number."""
     try:
-        keys = cache.tree_core.get_hash_values(node.number)
+        keys = cache.tree_core.get_hash_values(node.node_id)
     except Exception:  # the two trees raise errors of their own
         return False
     return bool(keys) and key_bytes(keys[-1]) == node.key

@@ -33,7 +33,7 @@ from hcache_backend.prefetch.reader import BatchedReads
 from hcache_backend.ranks import smallest
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.host_pool import OwnPagesPool
-from hcache_backend.sglang.reads import BackAck, Read, of_operation
+from hcache_backend.sglang.reads import BackAck, Read, as_prefetch_read
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.sglang.storage_threads import READ
 from hcache_backend.sglang.tree import token_array
@@ -143,14 +143,15 @@ class OwnPagesController(HybridCacheController, Controller):
         launched = self.node_backups.launch(self.write_queue, may_wait=may_wait)
         for host_pages in launched:
             self.stages.backed_up(host_pages)
-        later = self.write_queue[len(launched) :]
+        not_ready = self.write_queue[len(launched) :]
         del self.write_queue[len(launched) :]
         if self.write_queue:
             # HiCache backs a page up as soon as the step that fills its last slot is launched, and
             # waits only for SGLang's read barrier: that of a decode graph may be too early.
-            self.after_forwards(streams.of(self.l2_transfer_engine.device_to_host_stream))
+            engine_stream = self.l2_transfer_engine.device_to_host_stream
+            self.after_forwards(streams.wrap_engine_stream(engine_stream))
         super().start_writing()
-        self.write_queue.extend(later)
+        self.write_queue.extend(not_ready)
 
     def agreed(self, *fine: int) -> list[int]:
         """Smallest values over all ranks; at most 0 if a rank lost its trust: then this one does,
@@ -164,24 +165,24 @@ class OwnPagesController(HybridCacheController, Controller):
         """Let a stream of transfers wait for the forward passes that were launched."""
         stream.wait(streams.current_stream(self.device).record())
         if self.load_fence_stream is not None:  # the forward passes' own, once SGLang is set up
-            stream.wait(streams.of(self.load_fence_stream).record())
+            stream.wait(streams.wrap_engine_stream(self.load_fence_stream).record())
 
     def load(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         host_pages = self._pool.page_ids(host_indices)
-        ask = partial(super().load, host_indices, *args, **kwargs)
+        queue_load = partial(super().load, host_indices, *args, **kwargs)
         if not len(host_pages):
-            return ask()
-        load = self._planned(host_pages)
+            return queue_load()
+        load = self._plan_load(host_pages)
         if load is None:
             return None
-        device_indices = ask() if self.eager is None else self.eager.load(load, ask)
+        device_indices = queue_load() if self.eager is None else self.eager.load(load, queue_load)
         if device_indices is not None:
             self._capture.load_begins(device_indices, host_pages)
             self._loads.add_load(load)
         return device_indices
 
-    def _planned(self, host_pages: Ids) -> QueuedLoad | None:
-        """A load of ``host_pages`` (int64 ``[pages]``), or None: a miss on every rank."""
+    def _plan_load(self, host_pages: Ids) -> QueuedLoad | None:
+        """A load of ``host_pages`` (int64 ``[pages]``), or None: a miss on every rank, counted."""
         problem, load, needed = None, None, host_pages
         self._capture.settle()
         if self.eager is not None and not self._loads.stored_from:
@@ -276,25 +277,26 @@ class OwnPagesController(HybridCacheController, Controller):
         prefetch = self._runtime.prefetches.prefetch_of(operation)
         self._read_drafts(operation)
         meeting, trial = prefetch.meeting, prefetch.trial is not None
-        get, size = self._page_get_zero_copy, self._pool.page_size
-        read = of_operation(operation, size, get, self._report, back=meeting is not None)
+        read_pages, size = self._page_get_zero_copy, self._pool.page_size
+        back = meeting is not None
+        read = as_prefetch_read(operation, size, read_pages, self._report, from_back=back)
         seconds_until_met = self.eager.fronts.seconds_until_met
-        there = self._batches.transfer(read, meeting, seconds_until_met, trial=trial)
-        self._page_transfer_sidecar(operation, there)  # SGLang's report of other pools
+        pages_read = self._batches.transfer(read, meeting, seconds_until_met, trial=trial)
+        self._page_transfer_sidecar(operation, pages_read)  # SGLang's report of other pools
 
     def _read_drafts(self, operation: Any) -> None:
         """Read the draft model's pages of a whole hit, because a recomputed front has none."""
         keys, before = operation.hash_value, list(operation.prefix_keys or ())
-        every = operation.pool_transfers or ()
-        pools = [of.name for of in every if of.indices_from_pool == PoolName.KV]
+        transfers = operation.pool_transfers or ()
+        pools = [t.name for t in transfers if t.indices_from_pool == PoolName.KV]
         for start in range(0, len(keys) if pools else 0, STORAGE_BATCH_SIZE):
             if operation.is_terminated():
                 break
-            some = keys[start : start + STORAGE_BATCH_SIZE]
-            tokens = slice(start * self.page_size, (start + len(some)) * self.page_size)
-            here = operation.host_indices[tokens]
+            batch = keys[start : start + STORAGE_BATCH_SIZE]
+            tokens = slice(start * self.page_size, (start + len(batch)) * self.page_size)
+            indices = operation.host_indices[tokens]
             self.storage_backend.batch_get_v2(
-                [PoolTransfer(name=pool, host_indices=here, keys=some) for pool in pools],
+                [PoolTransfer(name=pool, host_indices=indices, keys=batch) for pool in pools],
                 extra_info=HiCacheStorageExtraInfo(prefix_keys=before + keys[:start]),
             )
 
@@ -304,27 +306,27 @@ class OwnPagesController(HybridCacheController, Controller):
             ack.reduce(partial(self._all_reduce, groups=self.prefetch_completion_sync_groups))
 
     def _page_get_zero_copy(self, *args: Any) -> int:
-        return self._got(super()._page_get_zero_copy, *args)
+        return self._read_verified(super()._page_get_zero_copy, *args)
 
     def _generic_page_get(self, *args: Any) -> int:
-        return self._got(super()._generic_page_get, *args)
+        return self._read_verified(super()._generic_page_get, *args)
 
-    def _got(
+    def _read_verified(
         self, read: Read, operation: Any, keys: Sequence[str], indices: torch.Tensor, *others: Any
     ) -> int:
-        """Number of pages that ``read`` brings and that the radix tree asked for."""
+        """Number of pages that ``read``, SGLang's, brings and that were asked for: now loadable."""
         with metrics.catching("read", "pages of L3 are a miss"):  # a thread of SGLang's
             host_pages = self._pool.page_ids(indices)
             arena = self._pool.arena
             ticket = arena.expect(host_pages, self._weights.page_namespace())
             arena.host_access(arena.physical(host_pages), write=True)
             self.stages.brought(host_pages)
-            got = read(operation, keys, indices, *others)
+            pages_read = read(operation, keys, indices, *others)
             # With buffer_only, `hash_value` loses pages that the device has got meanwhile.
             first = operation.all_hash_values.index(keys[0]) if keys else 0
             tokens = token_array(operation.token_ids)[first * self.page_size :]
-            ids, checked = host_pages[:got], self._storage_verifies
-            count = self._headers.verified_pages(ids, keys, tokens, digests_checked=checked)
+            arrived, checked = host_pages[:pages_read], self._storage_verifies
+            count = self._headers.verified_pages(arrived, keys, tokens, digests_checked=checked)
             arena.settle(host_pages[:count], ticket)
             self._runtime.l3.part_arrived(count * self.page_size)
             return count

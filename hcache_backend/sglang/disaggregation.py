@@ -41,8 +41,8 @@ def after_metadata(original: Original, buffers: Any, req: Any, *a: Any, **kw: An
     """Around ``MetadataBuffers.set_buf``, on a prefill server, before the last part is sent."""
     result = original(buffers, req, *a, **kw)
     with _catching():
-        own = _numbers(current().weights.present)
-        buffers.cached_tokens[req.metadata_buffer_index, _ROOM] = own
+        weights = current().weights.present
+        buffers.cached_tokens[req.metadata_buffer_index, _ROOM] = _digest_numbers(weights)
     return result
 
 
@@ -54,14 +54,14 @@ def before_commit(original: Original, queue: Any, decode_req: Any, *a: Any, **kw
         weights, same = current().weights, False
         with _catching():
             sent = queue.metadata_buffers.cached_tokens[decode_req.metadata_buffer_index, _ROOM]
-            own = _numbers(weights.present)
-            same = bool(own.any()) and torch.equal(sent.cpu(), own)
+            digest = _digest_numbers(weights.present)
+            same = bool(digest.any()) and torch.equal(sent.cpu(), digest)
         if not same:
             weights.got_other_weights()
     return original(queue, decode_req, *a, **kw)
 
 
-def _numbers(weights: Weights | None) -> torch.Tensor:
+def _digest_numbers(weights: Weights | None) -> torch.Tensor:
     """The digest of ``weights``, int32 ``[4]``; zeros if pages must not be stored anyway."""
     if weights is None or weights.suspended is not None:
         return torch.zeros(4, dtype=torch.int32)

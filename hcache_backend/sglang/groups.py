@@ -43,13 +43,13 @@ def new_stage_group() -> Group:
     return dist.new_group(group.ranks, patience, backend="gloo", use_local_synchronization=True)
 
 
-def from_all_ranks(own: _Result) -> list[_Result]:
-    """``own`` (pickled) of all ranks that attach a storage backend together."""
+def from_all_ranks(value: _Result) -> list[_Result]:
+    """``value`` (pickled) of all ranks that attach a storage backend together."""
     if not dist.is_initialized():
-        return [own]
+        return [value]
     from sglang.srt.distributed import parallel_state as state
 
-    gathered = [own]
+    gathered = [value]
     for group in (state.get_attn_tp_group(), state.get_attn_cp_group(), state.get_pp_group()):
         if group.world_size > 1:
             gathered = [item for part in group.all_gather_object(gathered) for item in part]
@@ -59,21 +59,21 @@ def from_all_ranks(own: _Result) -> list[_Result]:
 def or_stop(work: Callable[[], _Result]) -> _Result:
     """The result of ``work`` on this rank. All ranks of a data-parallel group call it at one point.
     A ConfigError on one raises SystemExit on all, with one log line and no traceback."""
-    own = dist.get_rank() if dist.is_initialized() else 0
+    rank = dist.get_rank() if dist.is_initialized() else 0
     launcher = socket.gethostname(), os.getppid()
     problem: str | None = None
     try:
         result = work()
     except ConfigError as error:
         problem = str(error)
-    gathered = from_all_ranks((own, launcher, problem))
-    found = [rank for rank, _, what in gathered if what is not None]
-    if not found:
+    gathered = from_all_ranks((rank, launcher, problem))
+    failed = [other for other, _, its_problem in gathered if its_problem is not None]
+    if not failed:
         return result
-    if found[0] == own:
+    if failed[0] == rank:
         logger.error("%s", problem)
     from_all_ranks(None)  # the first signal ends all ranks, so it comes after that line
-    if own == next(rank for rank, other, _ in gathered if other == launcher):
+    if rank == next(other for other, its_launcher, _ in gathered if its_launcher == launcher):
         # SGLang's schedulers send this signal when they fail; a second one would add a traceback.
         os.kill(os.getppid(), signal.SIGQUIT)
     else:

@@ -78,17 +78,17 @@ def guarded(hook: Hook) -> Original:
     def around(original: Original, *args: Any, **kwargs: Any) -> Any:
         results, errors = list[Any](), list[Exception]()
 
-        def noted(*given: Any, **named: Any) -> Any:
+        def call_original(*a: Any, **kw: Any) -> Any:
             try:
-                results.append(original(*given, **named))
+                results.append(original(*a, **kw))
             except Exception as error:
                 errors.append(error)
                 raise
             return results[-1]
 
-        vars(noted)["__wrapped__"] = original  # hooks ask for its signature
+        vars(call_original)["__wrapped__"] = original  # hooks ask for its signature
         try:
-            return function(noted, *args, **kwargs)
+            return function(call_original, *args, **kwargs)
         except OutOfStep:
             raise
         except Exception as error:

@@ -164,7 +164,7 @@ class OwnPagesPool(HostKVCache, HostPool):
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str
     ) -> None:
-        self._save(self._saved[0], self.page_ids(host_indices), device_indices)
+        self._save(self._saved[0], self.page_ids(host_indices), device_indices, [])
         self._backed_up = current_stream(self.device_pool.device).record()
 
     def save_recomputed(
@@ -172,13 +172,14 @@ class OwnPagesPool(HostKVCache, HostPool):
     ) -> None:
         """Copy pages (int64 ``[p]``) that were recomputed whole, and their ``rows``, from ``slots``
         (int64 ``[p * page_size]``, on the device), on the current stream."""
-        fits = () if rows is None else (rows.save_rows(self.arena.physical(host_pages)),)
-        self._save(self._saved[1], host_pages, slots, *fits)
+        fits = [] if rows is None else [rows.save_rows(self.arena.physical(host_pages))]
+        self._save(self._saved[1], host_pages, slots, fits)
 
     def _save(
-        self, saves: _Saves, host_pages: Ids, slots: torch.Tensor, *fits: torch.Tensor
+        self, saves: _Saves, host_pages: Ids, slots: torch.Tensor, fits: list[torch.Tensor]
     ) -> None:
-        """Copy K and V; ``fits`` (bool ``[p]``) says which pages the codec holds."""
+        """Copy K and V, and settle the pages: at once, or if there are masks by which they fit
+        (bool ``[..., p]``: ``fits``, and a codec's) once these arrive, by ``saves``."""
         device = self.device_pool.device
         if self._kv.layers:
             physical = self.arena.physical(host_pages)
@@ -186,10 +187,10 @@ class OwnPagesPool(HostKVCache, HostPool):
             if not self._kv.by_header:
                 pages = to_device(physical, device)
             with metrics.timed("host_backup"):
-                of_kv = self._kv.save(self.page_layout, self.kv_buffer, pages, slots)
-            if of_kv is not None:
-                on_host = host_tensor(of_kv.shape, torch.bool, device)
-                fits = (*fits, on_host.copy_(of_kv, non_blocking=True))
+                kv_fits = self._kv.save(self.page_layout, self.kv_buffer, pages, slots)
+            if kv_fits is not None:
+                on_host = host_tensor(kv_fits.shape, torch.bool, device)
+                fits.append(on_host.copy_(kv_fits, non_blocking=True))
         # Table entries may have been exchanged whose rows are on their way.
         self._capture.go_before(current_stream(device))
         for callback in self.on_backed_up:

@@ -32,9 +32,9 @@ def _attention(
     def engine(store: bool) -> Any:
         return original(kernel, q, k, v, forward_batch, store, *args, **kwargs)
 
-    asked = getattr(forward_batch, "asked", None)
-    if isinstance(asked, RecomputePass):
-        return asked.attend(kernel, q, k, v, save_kv_cache, engine)
+    recompute_pass = getattr(forward_batch, "recompute_pass", None)
+    if isinstance(recompute_pass, RecomputePass):
+        return recompute_pass.attend(kernel, q, k, v, save_kv_cache, engine)
     if not isinstance(forward_batch, ProjectionBatch):
         return engine(save_kv_cache)
     if k is not None and v is not None:

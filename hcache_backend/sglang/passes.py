@@ -27,7 +27,7 @@ from hcache_backend.ranks import Group, Refused, smallest
 from hcache_backend.restore.recompute import RecomputePass, Recomputer
 from hcache_backend.sglang.arguments import NO_REQUEST, page_size, resolved
 from hcache_backend.sglang.compat import bind_pages, set_extend_range
-from hcache_backend.streams import Stream, current_stream, of, to_device
+from hcache_backend.streams import Stream, current_stream, to_device, wrap_engine_stream
 
 
 @torch.no_grad()
@@ -109,17 +109,17 @@ def attention_modules(model: torch.nn.Module, layers: int) -> list[Observation]:
             inside = modules[name].modules()
             linears = [part for part in inside if isinstance(part, LinearBase | torch.nn.Linear)]
         layer = name.rpartition(".")[0]
-        parts = ((f"{layer}.{part}", of) for part, of in modules[layer].named_modules())
-        quantised = {part: module for part, module in parts if is_quantised(module)}
-        seen = Observation(name, modules[name], kernel, linears, quantised)
-        known.setdefault((kernel.layer_id, name), seen)
-    found = [known[key] for key in sorted(known)]
-    ids = [seen.kernel.layer_id for seen in found]
-    if not found or ids != list(range(ids[0], ids[0] + len(ids))):
+        parts = modules[layer].named_modules()
+        quantised = {f"{layer}.{part}": module for part, module in parts if is_quantised(module)}
+        observation = Observation(name, modules[name], kernel, linears, quantised)
+        known.setdefault((kernel.layer_id, name), observation)
+    observed = [known[key] for key in sorted(known)]
+    ids = [observation.kernel.layer_id for observation in observed]
+    if not observed or ids != list(range(ids[0], ids[0] + len(ids))):
         raise Refused(f"the attention layers of the model are numbered {ids}")
     if len(ids) != layers:
         raise Refused(f"the KV pool has {layers} layers and the model {len(ids)} attention layers")
-    return found
+    return observed
 
 
 def prefill_request(token_ids: Sequence[int], prefix: torch.Tensor | None = None) -> Any:
@@ -226,9 +226,9 @@ def _without_prefill_graphs(runner: Any) -> Iterator[None]:
 
 
 class RecomputeBatch(ForwardBatch):
-    """Marks a recomputation: our hook on attention asks ``asked`` first."""
+    """Marks a recomputation: our hook on attention lets ``recompute_pass`` attend."""
 
-    asked: RecomputePass
+    recompute_pass: RecomputePass
 
 
 def forward_stream(runner: Any) -> Stream:
@@ -236,27 +236,27 @@ def forward_stream(runner: Any) -> Stream:
     args = resolved(runner.server_args)
     if args.disable_overlap_schedule and args.pp_size == 1:
         return current_stream(runner.device)
-    return of(runner.forward_stream)
+    return wrap_engine_stream(runner.forward_stream)
 
 
 def make_attention(runner: Any, name: str) -> AttentionBackend:
     """Another instance of SGLang's attention backend ``name``. Raises Refused if that fails."""
     try:
-        made = ATTENTION_BACKENDS[name](runner)
+        backend = ATTENTION_BACKENDS[name](runner)
     except Exception as error:  # no memory for its buffers, whose size torch says
         raise Refused(f"attention backend {name!r} cannot be made: {error}") from None
-    made.prefill_attention_backend_str = name  # MLA modules choose their way by it
-    return made
+    backend.prefill_attention_backend_str = name  # MLA modules choose their way by it
+    return backend
 
 
 @contextmanager
 def attending_by(runner: Any, attention: AttentionBackend | None) -> Iterator[None]:
     """Eager passes within the block attend by this backend of SGLang's; None: by their own."""
-    own, runner.attn_backend = runner.attn_backend, attention or runner.attn_backend
+    original, runner.attn_backend = runner.attn_backend, attention or runner.attn_backend
     try:
         yield
     finally:
-        runner.attn_backend = own
+        runner.attn_backend = original
 
 
 def make_recomputer(
@@ -266,36 +266,36 @@ def make_recomputer(
     each pass of SGLang, so none sees this plan. The host waits for nothing. A pass has at most
     ``chunk_tokens``, and no more than a prefill of SGLang, which leaves memory for that many.
     ``attention`` is the backend that attends; None: that of SGLang's passes."""
-    most = resolved(runner.server_args).chunked_prefill_size  # None or -1: no bound
-    chunk_tokens = min(chunk_tokens, most) if (most or -1) > 0 else chunk_tokens
+    bound = resolved(runner.server_args).chunked_prefill_size  # None or -1: none
+    chunk_tokens = min(chunk_tokens, bound) if (bound or -1) > 0 else chunk_tokens
 
-    def forward(token_ids: torch.Tensor, positions: torch.Tensor, asked: RecomputePass) -> object:
-        seen, tokens, device = len(asked.keys), len(token_ids), token_ids.device
-        lengths = np.array([seen, seen - tokens, tokens, 0], np.int32)
-        all_, before, new, start = to_device(lengths, device).split(1)
+    def forward(token_ids: torch.Tensor, positions: torch.Tensor, step: RecomputePass) -> object:
+        length, tokens, device = len(step.keys), len(token_ids), token_ids.device
+        lengths = np.array([length, length - tokens, tokens, 0], np.int32)
+        seq_lens, prefix_lens, extend_lens, start = to_device(lengths, device).split(1)
         # Other fields keep their defaults: the batch uses no optional feature.
         batch = RecomputeBatch(
             forward_mode=ForwardMode.EXTEND,
             batch_size=1,
             input_ids=token_ids,
             req_pool_indices=torch.full((1,), NO_REQUEST, dtype=torch.int64, device=device),
-            seq_lens=all_.to(torch.int64),
-            seq_lens_cpu=torch.tensor([seen]),
-            out_cache_loc=asked.slots,
-            seq_lens_sum=seen,
+            seq_lens=seq_lens.to(torch.int64),
+            seq_lens_cpu=torch.tensor([length]),
+            out_cache_loc=step.slots,
+            seq_lens_sum=length,
             positions=positions,
             extend_num_tokens=tokens,
-            extend_seq_lens=new,
+            extend_seq_lens=extend_lens,
             extend_seq_lens_cpu=[tokens],
-            extend_prefix_lens=before,
-            extend_prefix_lens_cpu=[seen - tokens],
+            extend_prefix_lens=prefix_lens,
+            extend_prefix_lens_cpu=[length - tokens],
             extend_start_loc=start,
         )
-        batch.asked = asked
+        batch.recompute_pass = step
         bind_pages(runner.kv_index_translator, batch)
         backend = attention or runner.attn_backend
-        row = runner.req_to_token_pool.req_to_token[NO_REQUEST, :seen]
-        row.copy_(asked.keys)
+        row = runner.req_to_token_pool.req_to_token[NO_REQUEST, :length]
+        row.copy_(step.keys)
         try:
             # Some models ask the context for the pool. Nothing else runs the model meanwhile.
             with forward_context(ForwardContext(attn_backend=backend)):

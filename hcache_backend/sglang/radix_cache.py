@@ -89,94 +89,94 @@ def around_drain(
     gate, controller, prefetches = gate_of(cache), cache.cache_controller, current().prefetches
     cache.ongoing_prefetch = prefetches.watch(cache.ongoing_prefetch)
     with catching():
-        n_storage_hit = waiting.with_room(cache, prefetches, n_storage_hit)
-    asked, reports = controller.prefetch_hit_queue.queue, controller.ack_prefetch_queue.queue
-    taken = list(itertools.islice(reports, n_ack_prefetch or 0))
-    running = {one.operation: prefetches.prefetch_of(one.operation) for one in taken}
-    running = {one: prefetch for one, prefetch in running.items() if prefetch.info is not None}
+        n_storage_hit = waiting.admit_answers(cache, prefetches, n_storage_hit)
+    reports = list(itertools.islice(controller.ack_prefetch_queue.queue, n_ack_prefetch or 0))
+    running = {report.operation: prefetches.prefetch_of(report.operation) for report in reports}
+    running = {op: prefetch for op, prefetch in running.items() if prefetch.info is not None}
     if getattr(controller, "eager", None) is not None:
         # Plugins are imported before SGLang can be.
         from hcache_backend.sglang.reads import apply_reports
 
-        apply_reports(taken, running, prefetches, controller.page_size)
-    answered, l3 = list(itertools.islice(asked, n_storage_hit or 0)), our_l3(cache)
+        apply_reports(reports, running, prefetches, controller.page_size)
+    answers, l3 = controller.prefetch_hit_queue.queue, our_l3(cache)
+    admitted = list(itertools.islice(answers, n_storage_hit or 0))
     if l3 is not None and n_backup is not None:  # None: this rank alone, before a detach
-        l3.backups.answered(
-            cache, list(itertools.islice(controller.ack_backup_queue.queue, n_backup))
-        )
+        backups = itertools.islice(controller.ack_backup_queue.queue, n_backup)
+        l3.backups.note_answers(cache, list(backups))
     result = original(cache, n_storage_hit, n_ack_prefetch, n_backup, *a, **kw)
     prefetches.changed.update(running)
     with catching():
-        over = [report.operation for report in taken if report.completed_req]
-        for operation in over:
+        completed = [report.operation for report in reports if report.completed_req]
+        for operation in completed:
             if operation in running and _fell_short(operation, cache):
                 cache.storage_prefetch_retries.refetch(operation.handle.rid)
     if gate is not None and cache.pp_size == 1:
-        unread = [operation for operation in answered if operation.host_indices is None]
-        gate.prefetches.unfinished.difference_update(unread, over)
+        unread = [operation for operation in admitted if operation.host_indices is None]
+        gate.prefetches.unfinished.difference_update(unread, completed)
     return result
 
 
 def _fell_short(operation: Any, cache: Any) -> bool:
     """True if a page of a hybrid model's hit was damaged or gone, on any rank: SGLang has thrown
     the hit away, and the next one ends earlier. All ranks have the same numbers."""
-    sides = [t for t in operation.pool_transfers or () if t.indices_from_pool is None]
-    if not sides or operation.is_terminated() or cache.pp_size > 1:
+    side_pools = [t for t in operation.pool_transfers or () if t.indices_from_pool is None]
+    if not side_pools or operation.is_terminated() or cache.pp_size > 1:
         return False
-    there = operation.pool_storage_result.extra_pool_hit_pages
+    hit_pages = operation.pool_storage_result.extra_pool_hit_pages
     whole = operation.completed_tokens == len(operation.hash_value) * cache.page_size
-    return not whole or any(there.get(t.name, 0) != len(t.keys or ()) for t in sides)
+    return not whole or any(hit_pages.get(t.name, 0) != len(t.keys or ()) for t in side_pools)
 
 
 def around_prefetch(original: Original, cache: Any, request: Any, *a: Any, **kw: Any) -> Any:
     """First the gate says whether L3 is asked. Then our L3 gets the prefix and its keys."""
-    given, asks = inspect.signature(original).bind(cache, request, *a, **kw), True
-    asked = given.arguments
+    call, may_ask = inspect.signature(original).bind(cache, request, *a, **kw), True
+    arguments = call.arguments
     with catching():
         gate = gate_of(cache)
         if gate is not None and request not in cache.ongoing_prefetch:
-            before = len(asked.get("matched_prefix_tokens") or ())
+            before = len(arguments.get("matched_prefix_tokens") or ())
             recomputing = getattr(cache.cache_controller, "recomputing", None)
-            fronts = recomputing is not None and _has_front(cache, asked)
-            asks = gate.may_ask(request.rid, before, recomputing if fronts else None)
-    if not asks:
+            fronts = recomputing is not None and _has_front(cache, arguments)
+            may_ask = gate.may_ask(request.rid, before, recomputing if fronts else None)
+    if not may_ask:
         cache.storage_prefetch_retries.cancel(request.rid)
         return None
     l3 = our_l3(cache)
     if l3 is not None:
         # All that L1 and L2 have of the prompt; SGLang leaves out the keys of the last node.
-        asked["prefix_keys"] = prefix = keys_to(cache, asked["last_host_node_id"])
+        arguments["prefix_keys"] = prefix = keys_to(cache, arguments["last_host_node_id"])
         l3.use(prefix)
-    result = original(*given.args, **given.kwargs)
+    result = original(*call.args, **call.kwargs)
     if request not in cache.ongoing_prefetch:
         current().prefetches.waiting.pop(request.rid, None)  # SGLang did not begin it
     return result
 
 
-def _has_front(cache: Any, asked: Mapping[str, Any]) -> bool:
+def _has_front(cache: Any, arguments: Mapping[str, Any]) -> bool:
     """True if a prefetch comes in several pieces, and the device has the tokens before it."""
-    pages = len(asked["new_input_tokens"]) // cache.page_size
+    pages = len(arguments["new_input_tokens"]) // cache.page_size
     parts = pages > pages_per_report(cache.cache_controller, pages)
-    return parts and is_on_device(cache.tree_core, asked["last_host_node_id"])
+    return parts and is_on_device(cache.tree_core, arguments["last_host_node_id"])
 
 
 def around_load_back(original: Original, cache: Any, params: Any, *a: Any) -> Any:
+    """A load that SGLang begins here may recompute: our controller can find the slots before it."""
     controller: Any = getattr(cache, "cache_controller", None)
     if not hasattr(controller, "prefix"):
         return original(cache, params, *a)
-    unknown = controller.prefix
+    no_prefix = controller.prefix
     controller.prefix = lambda: slots_to(cache.tree_core, params.req.last_node)
     try:
         return original(cache, params, *a)
     finally:
-        controller.prefix = unknown
+        controller.prefix = no_prefix
 
 
 def after_written(original: Original, cache: Any, node_id: int, *a: Any, **kw: Any) -> Any:
     result = original(cache, node_id, *a, **kw)
     l3 = our_l3(cache)
     if l3 is not None:
-        l3.backups.gave(cache, node_id)
+        l3.backups.note_given(cache, node_id)
     return result
 
 

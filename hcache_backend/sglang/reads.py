@@ -17,6 +17,7 @@ from hcache_backend.prefetch.reader import PrefetchRead
 
 # read(operation, keys, host_indices, extra_info) gives the number of leading pages that are there
 Read = Callable[..., int]
+Report = Callable[[PrefetchAck], None]  # passes a report on to SGLang's sync thread
 
 
 @dataclass
@@ -46,26 +47,25 @@ def apply_reports(
             operation.completed_tokens = meeting.counted_pages * page_size
 
 
-def of_operation(
-    operation: Any, page_size: int, read: Read, report: Callable[[PrefetchAck], None], *, back: bool
+def as_prefetch_read(
+    operation: Any, page_size: int, read: Read, report: Report, *, from_back: bool
 ) -> PrefetchRead:
-    """A prefetch for :class:`.BatchedReads`. ``report`` passes a report on to SGLang's sync thread;
-    ``back``: it is read from the back."""
+    """SGLang's ``operation`` for :class:`.BatchedReads`, ``from_back`` or in order."""
     keys, before = operation.hash_value, list(operation.prefix_keys or ())
 
     def read_pages(pages: range) -> int:
         tokens = slice(pages.start * page_size, pages.stop * page_size)
         info = HiCacheStorageExtraInfo(prefix_keys=before + keys[: pages.start])
-        some = keys[pages.start : pages.stop]
-        return read(operation, some, operation.host_indices[tokens], info)
+        page_keys = keys[pages.start : pages.stop]
+        return read(operation, page_keys, operation.host_indices[tokens], info)
 
-    def report_pages(there: range) -> None:
-        ack = operation.request_id, operation
-        if not back:
-            report(PrefetchAck(*ack, completed_tokens=len(there) * page_size))
+    def report_pages(arrived: range) -> None:
+        if not from_back:
+            tokens = len(arrived) * page_size
+            report(PrefetchAck(operation.request_id, operation, completed_tokens=tokens))
             return
-        pages = BackAck(*ack)
-        pages.start, pages.end = there.start, there.stop
-        report(pages)
+        back = BackAck(operation.request_id, operation)
+        back.start, back.end = arrived.start, arrived.stop
+        report(back)
 
     return PrefetchRead(len(keys), len(before), read_pages, report_pages, operation.is_terminated)

@@ -20,8 +20,8 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 ADAPTER_KEY = "hcache:adapter:"  # prefix of the keys of requests with an adapter, and of no others
 
 _look_up_failures: set[type[Exception]] = set()  # errors of SGLang's look-ups that were logged
-# of the last results: start, number, work, whether nothing was recomputed in front
-_prefills: deque[tuple[weakref.ref[Any], Any]] = deque(maxlen=64)
+# the last results, of each: start, number, work, whether nothing was recomputed in front
+_prefills: deque[tuple[weakref.ref[Any], float, int, Any, bool]] = deque(maxlen=64)
 
 
 def around_received(original: Original, scheduler: Any, req: Any, *a: Any, **kw: Any) -> Any:
@@ -70,22 +70,23 @@ def around_batch(original: Original, scheduler: Any, batch: Any, *a: Any, **kw: 
         eager = getattr(scheduler.tree_cache.cache_controller, "eager", None)
         alone = eager is None or not eager.fronts.take_recomputed()
         if prefill is not None:
-            _prefills.append((weakref.ref(result), (*prefill, alone)))
+            _prefills.append((weakref.ref(result), *prefill, alone))
     return result
 
 
 def after_batch(
     original: Original, scheduler: Any, batch: Any, result: Any, *a: Any, **kw: Any
 ) -> Any:
+    """Around ``Scheduler.process_batch_result``: tell the gate how long a prefill took."""
     done, gate = original(scheduler, batch, result, *a, **kw), gate_of(scheduler.tree_cache)
     if gate is not None:
         now = time.monotonic()
-        before, gate.gpu.last_end = gate.gpu.last_end, now
-        found = (of for seen, of in _prefills if seen() is result)
-        for launched, number, (tokens, prefix, loaded), alone in found:
-            gate.gpu.end_work(number)
-            if alone:
-                gate.batch_ended(tokens, prefix, loaded, now - max(launched, before))
+        last_end, gate.gpu.last_end = gate.gpu.last_end, now
+        for result_ref, launched, number, (tokens, prefix, loaded), alone in _prefills:
+            if result_ref() is result:
+                gate.gpu.end_work(number)
+                if alone:
+                    gate.batch_ended(tokens, prefix, loaded, now - max(launched, last_end))
     return done
 
 
@@ -98,7 +99,7 @@ def before_release(original: Original, weight_manager: Any, *a: Any, **kw: Any) 
 
 
 def _prefill_work(batch: Any) -> tuple[int, float, int] | None:
-    """Tokens that a prefill computes, on average before them, and from L3; None: more than that."""
+    """Tokens of a prefill: computed, on average before each, from L3; None: its time is shared."""
     if not batch.forward_mode.is_extend() or batch.forward_mode.is_mixed():
         return None
     tokens, loaded = sum(batch.extend_lens), 0
@@ -122,9 +123,9 @@ def _after_request(original: Original, req: Any, *a: Any, **kw: Any) -> None:
     """SGLang appends an adapter's id to ``extra_key``: a request that writes the id there finds the
     adapter's K and V. Put the id first, with its length, where no other request can have it."""
     original(req, *a, **kw)
-    own, adapter = req.extra_key or "", req.lora_id or ""
-    if adapter or own.startswith(ADAPTER_KEY):
-        req.extra_key = f"{ADAPTER_KEY}{len(adapter)}:{adapter}{own[: len(own) - len(adapter)]}"
+    key, adapter = req.extra_key or "", req.lora_id or ""
+    if adapter or key.startswith(ADAPTER_KEY):
+        req.extra_key = f"{ADAPTER_KEY}{len(adapter)}:{adapter}{key[: len(key) - len(adapter)]}"
 
 
 RECEIVED = Hook(_SCHEDULER + "_prefetch_kvcache", around_received)

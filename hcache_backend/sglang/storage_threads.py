@@ -67,11 +67,11 @@ def around_look_up(original: Original, controller: Any, operation: Any, *a: Any,
     prefetch = gate.prefetches.prefetch_of(operation)
     if prefetch.refused:
         return [], 0
-    found_shared = getattr(controller.storage_backend, "take_found_shared", lambda: 0)
-    found_shared()  # of a look-up that was judged nowhere
+    take_shared_pages = getattr(controller.storage_backend, "take_found_shared", lambda: 0)
+    take_shared_pages()  # of a look-up that was judged nowhere
     with gate.l3.looking_up():
         keys, tokens = original(controller, operation, *a, **kw)
-    taken, shared = tokens, min(tokens, found_shared() * controller.page_size)
+    taken, shared = tokens, min(tokens, take_shared_pages() * controller.page_size)
     if tokens:
         parts = not operation.pool_transfers
         taken = gate.tokens_to_read(prefetch, tokens, len(operation.token_ids), shared, parts=parts)

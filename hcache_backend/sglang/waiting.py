@@ -27,9 +27,9 @@ def may_hold_prompts(cache: Any) -> bool:
     return getattr(cache, "buffer_pipeline", None) is None
 
 
-def with_room(cache: Any, prefetches: Prefetches, answered: int | None) -> int | None:
+def admit_answers(cache: Any, prefetches: Prefetches, answered: int | None) -> int | None:
     """Number of answers that HiCache may take now, of the ``answered`` first ones in its queue,
-    which are brought to the front. HiCache reads L3 for each that it takes."""
+    whose front they are moved to. HiCache reads L3 for each. None: it goes on by itself."""
     controller = cache.cache_controller
     if answered is None or not may_hold_prompts(cache):
         return answered
@@ -44,10 +44,10 @@ def with_room(cache: Any, prefetches: Prefetches, answered: int | None) -> int |
     queued, known = list(islice(answers.queue, answered)), len(prefetches.answers)
     if queued[:known] != prefetches.answers:  # a flush has emptied the queue
         known = 0
-    looked = queued[: min(known, _JUDGED)]  # of those that have waited before
-    short, allotted, hits, timed = False, 0, 0, cache.prefetch_stop_policy == "timeout"
-    for place, operation in enumerate([*looked, *queued[known:]]):
-        short |= place == len(looked) < known
+    rechecked = queued[: min(known, _JUDGED)]  # of those that have waited before
+    short, allotted, hits, has_timeout = False, 0, 0, cache.prefetch_stop_policy == "timeout"
+    for place, operation in enumerate([*rechecked, *queued[known:]]):
+        short |= place == len(rechecked) < known
         needed = _tokens_to_read(cache, prefetches, operation, coming)
         if needed and not short:
             short = bool(filled) and filled + needed > _room(cache)
@@ -59,7 +59,7 @@ def with_room(cache: Any, prefetches: Prefetches, answered: int | None) -> int |
                     cache.revoke_pending_prefetch(operation.handle)
                     needed = 0
         waits = needed is None or bool(needed and short)  # those behind it do not overtake it
-        if timed and waits == (place >= len(looked)):
+        if has_timeout and waits == (place >= len(rechecked)):
             set_timeout(cache, operation, runs=not waits)  # it is not read yet, or it was not
         if waits:
             continue
@@ -150,20 +150,20 @@ def hold_new(scheduler: Any, prefetches: Prefetches, request: Any) -> None:
     cache, rid = scheduler.tree_cache, request.rid
     known = rid in prefetches.held
     early = rid in prefetches.early if known else _bootstrapping(scheduler) is not None
-    _gone(prefetches, rid)
+    _forget_prompt(prefetches, rid)
     if not getattr(cache, "enable_storage", False):
         return
     info = cache.ongoing_prefetch.get(request.cache_request_handle)
-    held = prefetches.held[rid] = Held(request, None if info is None else info.operation)
+    prompt = prefetches.held[rid] = Held(request, None if info is None else info.operation)
     if not known:  # SGLang appends it to one of its queues
         prefetches.line.insert(len(prefetches.line) - (not early), request)
     if early:
-        prefetches.early[rid] = held
+        prefetches.early[rid] = prompt
     elif info is not None:
-        prefetches.fetching[rid] = held
-    there, short = request.host_hit_length, prefetches.short_of_room
-    if there and not short and prefetches.held_tokens + there <= _room(cache):
-        _lock_prompt(cache, prefetches, held)
+        prefetches.fetching[rid] = prompt
+    tokens, short = request.host_hit_length, prefetches.short_of_room
+    if tokens and not short and prefetches.held_tokens + tokens <= _room(cache):
+        _lock_prompt(cache, prefetches, prompt)
 
 
 def _bootstrapping(scheduler: Any) -> Any:
@@ -171,22 +171,22 @@ def _bootstrapping(scheduler: Any) -> Any:
     return getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
 
 
-def _lock_prompt(cache: Any, prefetches: Prefetches, held: Held) -> None:
+def _lock_prompt(cache: Any, prefetches: Prefetches, prompt: Held) -> None:
     """Keep what host memory has of a prompt, by its last look-up."""
-    node, tokens = held.request.last_host_node, held.request.host_hit_length
-    _unlock_prompt(prefetches, held)
+    node, tokens = prompt.request.last_host_node, prompt.request.host_hit_length
+    _unlock_prompt(prefetches, prompt)
     if tokens and may_hold_prompts(cache) and cache.is_backuped(node):
         params = cache.inc_host_lock_ref(node).to_dec_params()
-        held.let_go = partial(_unlock, cache, cache.storage_prefetch_retries, node, params)
-        held.node, held.tokens = node, tokens
-        prefetches.count_tokens(held)
+        prompt.let_go = partial(_unlock, cache, cache.storage_prefetch_retries, node, params)
+        prompt.node, prompt.tokens = node, tokens
+        prefetches.count_tokens(prompt)
 
 
-def _unlock_prompt(prefetches: Prefetches, held: Held) -> None:
-    if held.let_go is not None:
-        held.let_go()
-        held.tokens, held.let_go = 0, None
-        prefetches.count_tokens(held)
+def _unlock_prompt(prefetches: Prefetches, prompt: Held) -> None:
+    if prompt.let_go is not None:
+        prompt.let_go()
+        prompt.tokens, prompt.let_go = 0, None
+        prefetches.count_tokens(prompt)
 
 
 def _unlock(cache: Any, tree: Any, node: Any, params: Any) -> None:
@@ -199,52 +199,52 @@ def release_departed(prefetches: Prefetches) -> None:
     if not prefetches.held:
         return
     waiting, early = prefetches.scheduler.waiting_queue, _bootstrapping(prefetches.scheduler)
-    lists = prefetches.line, [*waiting, None, *(() if early is None else early.queue)]
-    before, prefetches.line = lists
-    if before != prefetches.line:
+    lines = prefetches.line, [*waiting, None, *(() if early is None else early.queue)]
+    old_line, prefetches.line = lines
+    if old_line != prefetches.line:
         # Only what is between their common beginning and end: SGLang changes long lists anywhere.
-        most = min(map(len, lists))
-        pairs = zip(*lists, strict=False), zip(*map(reversed, lists), strict=False)
-        first, last = (next(compress(count(), starmap(is_not, each)), most) for each in pairs)
-        went, others = (one[first : len(one) - min(last, most - first)] for one in lists)
-        there = {one.rid: place for place, one in enumerate(others, first) if one is not None}
-        for rid in prefetches.early.keys() & there.keys():
-            if there[rid] < len(waiting):
+        most = min(map(len, lines))
+        pairs = zip(*lines, strict=False), zip(*map(reversed, lines), strict=False)
+        start, end = (next(compress(count(), starmap(is_not, each)), most) for each in pairs)
+        removed, added = (line[start : len(line) - min(end, most - start)] for line in lines)
+        places = {req.rid: place for place, req in enumerate(added, start) if req is not None}
+        for rid in prefetches.early.keys() & places.keys():
+            if places[rid] < len(waiting):
                 prefetches.mark_queued(rid)
-        for one in went:
-            if one is not None and one.rid not in there:
-                _gone(prefetches, one.rid)
+        for req in removed:
+            if req is not None and req.rid not in places:
+                _forget_prompt(prefetches, req.rid)
 
 
 def hold_fetched(cache: Any, prefetches: Prefetches) -> None:
     """Called in every turn, behind HiCache's part: hold what prefetches have brought."""
     for operation, prefetch in prefetches.changed.items():
-        held, meeting = prefetches.held.get(prefetch.request_id), prefetch.meeting
-        if prefetch.info is not None or held is None or held.operation is not operation:
+        prompt, meeting = prefetches.held.get(prefetch.request_id), prefetch.meeting
+        if prefetch.info is not None or prompt is None or prompt.operation is not operation:
             continue
-        held.operation = None
-        prefetches.count_tokens(held)
-        held.computed = 0 if meeting is None else meeting.front * cache.page_size
-        held.read += max(0, operation.completed_tokens - held.computed)
+        prompt.operation = None
+        prefetches.count_tokens(prompt)
+        prompt.computed = 0 if meeting is None else meeting.front * cache.page_size
+        prompt.read += max(0, operation.completed_tokens - prompt.computed)
         if operation.completed_tokens:
-            held.request.init_next_round_input(cache, cow_mamba=False)  # SGLang's look-up
-            _lock_prompt(cache, prefetches, held)
+            prompt.request.init_next_round_input(cache, cow_mamba=False)  # SGLang's look-up
+            _lock_prompt(cache, prefetches, prompt)
 
 
 def count_used(requests: Sequence[Any], prefetches: Prefetches) -> None:
     """A prefill of these requests is about to run: count what it uses of L3."""
     for request in requests:
-        held = prefetches.held.get(request.rid)
-        if held is not None and held.read:
-            hit = min(held.read, max(0, request.cached_tokens_storage - held.computed))
-            metrics.L3_TOKENS.add(hit=hit, unused=held.read - hit)
-            held.read = 0
+        prompt = prefetches.held.get(request.rid)
+        if prompt is not None and prompt.read:
+            hit = min(prompt.read, max(0, request.cached_tokens_storage - prompt.computed))
+            metrics.L3_TOKENS.add(hit=hit, unused=prompt.read - hit)
+            prompt.read = 0
 
 
-def _gone(prefetches: Prefetches, rid: str) -> None:
-    held = prefetches.held.pop(rid, None)
+def _forget_prompt(prefetches: Prefetches, rid: str) -> None:
+    prompt = prefetches.held.pop(rid, None)
     prefetches.fetching.pop(rid, None)
     prefetches.early.pop(rid, None)
-    if held is not None:
-        metrics.L3_TOKENS.add(unused=held.read)
-        _unlock_prompt(prefetches, held)
+    if prompt is not None:
+        metrics.L3_TOKENS.add(unused=prompt.read)
+        _unlock_prompt(prefetches, prompt)

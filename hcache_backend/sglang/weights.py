@@ -16,11 +16,11 @@ from hcache_backend.fingerprint import (
     TensorDigest,
     Weights,
     any_ranks_fingerprint,
+    combine_stages,
     digest_tensors,
     fingerprint,
     model_tensors,
     namespace,
-    of_all_stages,
 )
 from hcache_backend.format.page import FORMAT_VERSION
 from hcache_backend.host.stages import PipelineStages
@@ -108,9 +108,9 @@ class LoadedWeights:
         """Fingerprint the weights of a draft model: pages of another one give other drafts."""
         self.draft, self.draft_digest = runner, os.urandom(16).hex()  # if it cannot be read
         with metrics.catching("draft", "pages of the draft model are not found again"):
-            every, shared = model_tensors(runner.model), ("embed_tokens", "lm_head")
-            tensors = [own for own in every if not any(part in own[0] for part in shared)]
-            self.draft_digest = fingerprint([digest_tensors(tensors)]).hex()
+            shared, named = ("embed_tokens", "lm_head"), model_tensors(runner.model)
+            own = ((name, t) for name, t in named if not any(part in name for part in shared))
+            self.draft_digest = fingerprint([digest_tensors(own)]).hex()
         if "draft" in self.page_fields:  # its K and V are in our own pages
             self.page_fields["draft"] = self.draft_digest
 
@@ -200,15 +200,15 @@ class LoadedWeights:
         return self._stages.gather(_stage_weights(self.runner.model))
 
     def _use_weights(self, gathered: Future[list[Weights | None]]) -> None:
-        every = gathered.result()
-        stages = [weights for weights in every if weights is not None]
-        if len(stages) < len(every):
+        of_stages = gathered.result()
+        stages = [weights for weights in of_stages if weights is not None]
+        if len(stages) < len(of_stages):
             raise RuntimeError("hcache: the weights could not be read")
         with self._lock:
             self.present = Weights(
-                of_all_stages([stage.fingerprint for stage in stages]),
+                combine_stages([stage.fingerprint for stage in stages]),
                 self.present.suspended if self.present else None,
-                of_all_stages([stage.any_ranks for stage in stages]),
+                combine_stages([stage.any_ranks for stage in stages]),
             )
 
     def _weights_gathered(self, gathered: Future[list[Weights | None]]) -> None:
@@ -227,17 +227,15 @@ def _stage_weights(model: Any) -> Weights | None:
     """The weights of this pipeline stage, or None if one of its ranks could not read its own."""
     from sglang.srt.distributed import get_tp_group
 
-    own: list[TensorDigest] | None = None
+    digests: list[TensorDigest] | None = None
     try:
-        own = _digest_model(model)
+        digests = _digest_model(model)
     except Exception:
         logger.exception("hcache: the weights could not be read")
-    ranks = get_tp_group().all_gather_object(own)
-    return (
-        None
-        if None in ranks
-        else Weights(fingerprint(ranks), any_ranks=any_ranks_fingerprint(ranks))
-    )
+    ranks = get_tp_group().all_gather_object(digests)
+    if None in ranks:
+        return None
+    return Weights(fingerprint(ranks), any_ranks=any_ranks_fingerprint(ranks))
 
 
 def _digest_model(model: Any) -> list[TensorDigest]:

@@ -169,7 +169,7 @@ class HCacheStorage(HiCacheStorage):
     def reaches(self, operation: Any) -> bool:
         """True if look-ups reach a node that HiCache is about to write, in its thread: L3 has all
         pages before it. A shared tier may have those that the page store lacks."""
-        if not self.backups.on or self._tier.shares or not operation.prefix_keys:
+        if not self.backups.enabled or self._tier.shares or not operation.prefix_keys:
             return True
         with _catching("exists"):
             prefix = self._pages(PoolName.KV, operation.prefix_keys) or ()
@@ -177,7 +177,7 @@ class HCacheStorage(HiCacheStorage):
             stored = _count_leading(_all_parts(map(self._tier.local.exists, prefix), pages))
             if stored < pages:
                 metrics.PAGES.count("dropped_without_beginning", len(operation.hash_value))
-                self.backups.holes[operation.id] = stored
+                self.backups.missing_pages[operation.id] = stored
                 return False
         return True
 

@@ -91,7 +91,7 @@ OURS = {
     ("ack", "reduce"),
     ("request", "prefix_indices"),  # of 0.5.21; later versions ask our tree for it
     ("request", "prefix_len"),
-    ("forward_batch", "asked"),
+    ("forward_batch", "recompute_pass"),
     ("controller", "eager"),
     ("controller", "node_backups"),
     ("controller", "checks"),

@@ -172,7 +172,7 @@ def test_every_kind_and_reason_is_documented() -> None:
     not_backed_up = texts("arena.py", "problem") | texts("host/node_backups.py", "_ended")
     not_backed_up |= {"rows_not_encodable", "another_rank", "host_pool_full"}
     assert documented("`reason` of `hcache_not_backed_up_tokens_total`") == not_backed_up
-    not_restored = texts("sglang/controller.py", "_planned") | {"another_rank"}
+    not_restored = texts("sglang/controller.py", "_plan_load") | {"another_rank"}
     assert documented("`reason` of `hcache_not_restored_tokens_total`") == not_restored
     row = re.search(r"\n\| `refused_...` \|(.*)\n", OPERATIONS)
     assert row and set(re.findall("`(.+?)`", row[1])) == refusals()

@@ -62,7 +62,10 @@ class Scene:
 
         layers = [RestoredLayer("recompute"), RestoredLayer("hidden", fill)]
         self.pipeline = RestorePipeline(memory, layout, layers, RESTORED * PAGE, "cuda")
-        self.forwards, self.loading = streams.of(torch.cuda.Stream()), torch.cuda.Stream()
+        self.forwards, self.loading = (
+            streams.wrap_engine_stream(torch.cuda.Stream()),
+            torch.cuda.Stream(),
+        )
         self.stream = lambda: self.forwards
         methods = SimpleNamespace(layers=lambda method: range(1), methods=("recompute",))
         self.loads = load_queue()(arena, self.pipeline, methods, self, "cuda")

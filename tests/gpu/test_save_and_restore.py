@@ -152,7 +152,7 @@ def test_replays_capture_the_right_rows_for_changing_batch_sizes_and_padding() -
     every = torch.tensor(sorted(expected))
     want = torch.stack([expected[slot] for slot in every.tolist()], 1).cpu()
     assert torch.equal(engine.stored(every).view(torch.int16), want.view(torch.int16))
-    assert engine.capture.ledger.tokens_missing == 0
+    assert engine.capture.ledger.missing_tokens == 0
 
 
 @pytest.mark.gpu
@@ -172,7 +172,7 @@ def test_a_graph_that_was_recorded_without_copies_proves_nothing() -> None:
         recorded.replay()
         assert engine.capture.end(step, replayed=True)
         engine.settle()
-        assert engine.capture.ledger.tokens_missing == missing
+        assert engine.capture.ledger.missing_tokens == missing
 
 
 @pytest.mark.parametrize(
@@ -206,8 +206,8 @@ def test_rounds_with_poisoned_buffers_and_late_streams(device: str, rounds: int)
         engine.finish()  # HiCache saw the backup finish
         assert engine.arena.usable(host_pages)
 
-        engine.capture.ledger.allocated(target)
-        engine.capture.ledger.loaded(target, host_pages)
+        engine.capture.ledger.note_allocated(target)
+        engine.capture.ledger.note_loaded(target, host_pages)
         for pool in engine.pools:
             pool.k.fill_(float("nan"))
             pool.v.fill_(float("nan"))

@@ -39,7 +39,7 @@ class CheckedDoor(streams.Door):
     def run_here(self, device: torch.device, work: Callable[..., object], *args: Any) -> None:
         self.current_stream(device).run(partial(work, *args))
 
-    def of(self, engine_stream: Any) -> streams.Stream:
+    def wrap_engine_stream(self, engine_stream: Any) -> streams.Stream:
         return CheckedStream(self._memory, engine_stream.actor)
 
     def host_tensor(

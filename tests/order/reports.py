@@ -22,13 +22,13 @@ _LAYER = "restore/report.py:wait_for_layer current_stream(self.device).wait(self
 
 UNIT = {
     "capture": [
-        "capture/ledger.py:copy_wanted now.keep(values)",
+        "capture/ledger.py:copy_wanted stream.keep(values)",
         "capture/staging.py:_wait_for_rows current_stream(self.device).wait(last)",
         "capture/staging.py:_move_layer now.wait(moved)",
         "capture/staging.py:_move_layer self._transfer.wait(now.record())",
         "capture/staging.py:end transfer.wait(current_stream(self.device).record())",
         "capture/staging.py:_save self._transfer.keep(step.marks)",
-        "capture/staging.py:_save self._transfer.keep(step.where)",
+        "capture/staging.py:_save self._transfer.keep(step.token_table)",
     ],
     "capture, a step that cannot begin": ["capture/hooks.py:_begin capture.give_up_step()"],
     "probes": [
@@ -91,11 +91,11 @@ IN_PROCESS = {
 
 SERVED = {
     "sglang/controller.py:start_writing "
-    "self.after_forwards(streams.of(self.l2_transfer_engine.device_to_host_stream))": Report(
+    "self.after_forwards(streams.wrap_engine_stream(engine_stream))": Report(
         "conversations", "device to host reads what forward writes", "kv"
     ),
     "sglang/controller.py:after_forwards "
-    "stream.wait(streams.of(self.load_fence_stream).record())": Report(
+    "stream.wait(streams.wrap_engine_stream(self.load_fence_stream).record())": Report(
         "conversations", "device to host reads what forward writes", "kv"
     ),
     "capture/staging.py:go_before stream.wait(self.transfers())": Report(

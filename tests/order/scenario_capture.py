@@ -47,7 +47,7 @@ class Captured:
         checker, forward = self.checker, self.forward_stream
         with checker.on(self.schedule):
             where = streams.to_device(np.array(slots), GPU)
-            self.capture.ledger.allocated(streams.to_device(np.array(slots), GPU))
+            self.capture.ledger.note_allocated(streams.to_device(np.array(slots), GPU))
         forward.wait_stream(self.schedule)
         with checker.on(forward):
             where.record_stream(forward)

@@ -88,7 +88,7 @@ class Loading:
         recompute = self.queue.recompute_pages(span, slots)
         assert recompute is not None
         rows = RecomputedRows(self.capture, self.staging, self.pool)  # type: ignore[arg-type]
-        restore = self.pipeline.start_recomputation(rows.taken_from(recompute))
+        restore = self.pipeline.start_recomputation(rows.with_rows_taken(recompute))
         save = partial(self._save, self.eager.host_pages(prefetch, pages), slots, rows)
         restore.save_recomputed(self.saving, slots, save)
         self.eager.mark_recomputed(prefetch, pages, restore)

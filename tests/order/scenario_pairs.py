@@ -35,7 +35,7 @@ def probes(checker: Checker) -> None:
         return streams.to_device(np.arange(TOKENS) + node * TOKENS, GPU)
 
     recomputer: Any = SimpleNamespace(
-        attention_inputs=attention_inputs, stream=lambda: streams.of(forward)
+        attention_inputs=attention_inputs, stream=lambda: streams.wrap_engine_stream(forward)
     )
     tree = SimpleNamespace(
         build_storage_backup_spec=lambda *_: SimpleNamespace(

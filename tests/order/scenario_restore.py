@@ -92,7 +92,7 @@ class Pool:
         self._kv.save(self.layout, self.memory, streams.to_device(pages, GPU), slots)
 
     @contextmanager
-    def to(self, take: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+    def divert_to(self, take: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
         """As :meth:`hcache_backend.capture.hooks.HiddenCapture.to`, of hidden layers."""
         self._take = take
         yield
@@ -144,7 +144,7 @@ class Engine:
         self.schedule, self.forward_stream, self.loading = (
             checker.stream(name) for name in ("schedule", "forward", "host to device")
         )
-        pool.stream = partial(streams.of, self.forward_stream)
+        pool.stream = partial(streams.wrap_engine_stream, self.forward_stream)
 
     def loads_wait(self) -> None:
         """The stream of loads is put behind what was launched so far."""

@@ -47,10 +47,10 @@ def test_a_stream_that_sglang_has_too_is_told_once(
     for _ in range(3):  # checks of the start have the streams of service
         door.new_stream(device, "copy")
     assert CudaStream.made == 1
-    door.of(CudaStream(device, 0))
+    door.wrap_engine_stream(CudaStream(device, 0))
     assert not caplog.records
     shared = CudaStream(device, 0)
-    door.of(shared)
-    door.of(shared)
+    door.wrap_engine_stream(shared)
+    door.wrap_engine_stream(shared)
     (record,) = caplog.records
     assert "stream 'copy' is also SGLang's: they wait for each other" in record.getMessage()

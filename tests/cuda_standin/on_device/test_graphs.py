@@ -87,7 +87,7 @@ def test_replays_capture_what_projections_are_given() -> None:
     every = torch.tensor(sorted(expected))
     want = torch.stack([expected[slot] for slot in every.tolist()], 1)
     assert torch.equal(engine.stored(every).view(torch.int16), want.view(torch.int16))
-    assert engine.capture.ledger.tokens_missing == 0
+    assert engine.capture.ledger.missing_tokens == 0
 
 
 def test_rows_behind_those_of_a_step_are_left_out() -> None:
@@ -160,7 +160,7 @@ def test_a_decode_step_is_three_launches_and_makes_nothing_that_it_could_use_aga
 
             device.launches.clear()
             with launches() as seen:
-                engine.capture.allocated(where)
+                engine.capture.note_allocated(where)
                 model.hooks.forward(batch, run)
             torch.cuda.synchronize()
             kernels = tuple(launch.kernel.__name__ for launch in device.launches)

@@ -28,7 +28,7 @@ def test_work_of_another_stream_is_late_unless_it_is_waited_for() -> None:
 
 
 def test_the_current_stream_is_the_one_that_work_is_given_within_its_block() -> None:
-    side = streams.of(torch.cuda.Stream())
+    side = streams.wrap_engine_stream(torch.cuda.Stream())
     with side.as_current():
         made = torch.ones(2, device=CUDA)
         streams.run_here(CUDA, made.add_, 1)

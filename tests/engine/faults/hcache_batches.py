@@ -23,7 +23,7 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     from hcache_backend.sglang.runtime import current
 
     reader._MOST_STEPS = 1  # a quick disk's batches would be read together
-    turn, made = Fronts.apply_slices, controllers.of_operation
+    turn, made = Fronts.apply_slices, controllers.as_prefetch_read
     turns = 0
 
     def counted(self: Any) -> None:
@@ -78,7 +78,7 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     Meeting.set_pages = begin_meeting  # type: ignore[method-assign]
     Meeting.offer = offer  # type: ignore[method-assign]
     Fronts.apply_slices = counted  # type: ignore[method-assign]
-    controllers.of_operation = stepwise  # type: ignore[assignment]
+    controllers.as_prefetch_read = stepwise  # type: ignore[assignment]
 
 
 def _number(place: int) -> float:

@@ -94,7 +94,7 @@ def test_where_backups_have_ended_nothing_is_waited_for(
         runtime.weights.begin_quarantine("a test")
     else:
         machine.capture.ledger.give_up("a test")
-    machine.capture.ledger.allocated(torch.tensor(slots(2)))
+    machine.capture.ledger.note_allocated(torch.tensor(slots(2)))
     assert not write(controller, slots(1))
     assert not waits(machine)
 
@@ -111,7 +111,7 @@ def test_tokens_of_other_weights_get_no_host_pages(
     assert machine.forward(slots(2))
     assert write(controller, slots(2))
     runtime.weights.caches_were_flushed()
-    machine.capture.ledger.allocated(torch.tensor(slots(3)))
+    machine.capture.ledger.note_allocated(torch.tensor(slots(3)))
     assert write(controller, slots(2)) and not waits(machine)
 
 

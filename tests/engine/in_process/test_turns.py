@@ -143,7 +143,7 @@ class Rank:
         return self.scene.pages.count()
 
     def load(self) -> Any:
-        return self.controller._planned(np.arange(8))
+        return self.controller._plan_load(np.arange(8))
 
 
 def test_a_restore_that_one_rank_cannot_launch_is_a_miss_on_all(monkeypatch: MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def test_a_load_that_is_known_late_gives_no_rows_of_pages_that_were_freed() -> N
     before = a.tickets(ids(0, 1))
     a.free(ids(1))
     a.settle(ids(1), a.expect(ids(1)))
-    a.loaded(slots, ids(0, 1), before)
+    a.note_loaded(slots, ids(0, 1), before)
     assert a.problem(slots_of([1])) == "rows backed up already"
     assert a.problem(slots_of([2])) == "rows not valid"
 
@@ -76,7 +76,7 @@ def test_rows_that_come_no_more_are_not_waited_for() -> None:
     a = arena()
     slots, ticket = promised(a)
     a.swap(slots, ids(0))
-    a.allocated(slots[:1])
+    a.note_allocated(slots[:1])
     assert a.usable(ids(0)) is False
     a.end_step(slots, ticket, np.ones(4, np.uint8))
     assert a.usable(ids(0)) is False
@@ -88,9 +88,9 @@ def test_a_shadow_that_an_earlier_step_may_still_write_goes_to_no_host_page(prov
     a = arena()
     slots, ticket = promised(a)
     shadow = a.shadows[2]
-    a.allocated(slots)
+    a.note_allocated(slots)
     a.settle(ids(0), a.expect_recomputed(ids(0), np.arange(4), np.arange(4)))
-    a.loaded(slots, ids(0), a.tickets(ids(0)))
+    a.note_loaded(slots, ids(0), a.tickets(ids(0)))
     if proven:
         a.end_step(slots, ticket, np.ones(4, np.uint8))
     a.take_back(ids(0))

@@ -114,7 +114,7 @@ class Rank:
     # ---- rows of the device ----
 
     def allocate(self, pages: list[int]) -> None:
-        self.arena.allocated(slots_of(pages))
+        self.arena.note_allocated(slots_of(pages))
         self.refill(pages, lost=True)
 
     def refill(self, pages: list[int], *, lost: bool) -> None:
@@ -250,7 +250,7 @@ class Rank:
 
     def load(self, node: Node) -> None:
         assert node.device is not None and node.host is not None
-        self.arena.loaded(
+        self.arena.note_loaded(
             slots_of(node.device), ids(*node.host), self.arena.tickets(ids(*node.host))
         )
         for page, device_page in zip(node.host, node.device, strict=True):

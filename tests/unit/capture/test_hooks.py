@@ -42,7 +42,7 @@ class RecomputedModel:
 def recomputed(model: RecomputedModel, machine: Machine) -> RecomputedRows:
     rows = RecomputedRows(machine.capture, machine.staging, model.hooks)
     recompute = Recompute(LAYERS, torch.arange(TOKENS), model.run, current_stream("cpu"))
-    rows.taken_from(recompute).fill()
+    rows.with_rows_taken(recompute).fill()
     return rows
 
 
@@ -78,4 +78,4 @@ def test_a_layer_that_shows_too_few_rows_has_failed() -> None:
     model.skips = 1
     with pytest.raises(RuntimeError, match=r"\[8, 4, 8\] rows of 8"):
         recomputed(model, machine)
-    assert model.hooks._aside is None
+    assert model.hooks._diverted_to is None

@@ -118,7 +118,7 @@ def test_a_replay_that_recorded_no_copy_of_a_layer_proves_nothing(machine: Machi
     assert machine.forward(slots(2), replay=4, layers=LAYERS - 1)
     machine.assert_captured(slots(1))
     assert not machine.arena._rows[slots(2)].any()
-    assert machine.capture.ledger.tokens_missing == SIZE
+    assert machine.capture.ledger.missing_tokens == SIZE
 
 
 def test_a_step_that_cannot_begin_is_lost_alone(
@@ -127,7 +127,7 @@ def test_a_step_that_cannot_begin_is_lost_alone(
     """For want of memory, perhaps; the graph that is replayed all the same spoils no other step."""
     gate = machine.hold_transfers()
     assert machine.forward(slots(1), replay=4)
-    machine.capture.ledger.not_captured(torch.tensor(slots(2)))
+    machine.capture.ledger.note_not_captured(torch.tensor(slots(2)))
 
     def no_memory() -> None:
         raise torch.OutOfMemoryError("a test")
@@ -183,7 +183,7 @@ def test_rows_that_the_codec_cannot_hold_are_not_proven(device: WorkerStream, pa
     machine.settle()
     assert not machine.all_valid(where[2:3])
     assert machine.all_valid([*where[:2], *where[3:]])
-    assert (machine.capture.ledger.tokens_missing, machine.capture.ledger.tokens_unfit) == (0, 1)
+    assert (machine.capture.ledger.missing_tokens, machine.capture.ledger.unfit_tokens) == (0, 1)
 
 
 def test_slots_that_are_allocated_again_lose_rows_that_are_still_on_their_way(
@@ -191,7 +191,7 @@ def test_slots_that_are_allocated_again_lose_rows_that_are_still_on_their_way(
 ) -> None:
     gate = machine.hold_transfers()
     assert machine.forward(slots(1))
-    machine.capture.ledger.allocated(torch.tensor(slots(1)[:1]))
+    machine.capture.ledger.note_allocated(torch.tensor(slots(1)[:1]))
     machine.capture.ledger.settle()
     gate.set()
     machine.settle()
@@ -257,7 +257,7 @@ def test_two_hundred_steps_with_random_delays_on_every_stream(
         assert machine.forward(chosen, replay=replay)
         captured.update(chosen)
     machine.assert_captured(sorted(captured))
-    assert machine.capture.ledger.tokens_missing == 0
+    assert machine.capture.ledger.missing_tokens == 0
 
 
 def test_steps_allocate_no_pinned_memory_and_leave_nothing_behind(
@@ -275,7 +275,7 @@ def test_steps_allocate_no_pinned_memory_and_leave_nothing_behind(
     def decode(steps: int) -> tuple[int, ...]:
         for number in range(steps):
             where = [SIZE + number % 3]
-            ledger.allocated(torch.tensor(where))
+            ledger.note_allocated(torch.tensor(where))
             assert machine.forward(where)
             device.record().synchronize()
             capture.transfers().synchronize()
@@ -305,7 +305,7 @@ def test_the_rows_of_a_step_that_is_not_captured_are_known_to_be_lost(machine: M
     assert not ledger.none_lost  # also before the arena has heard of it
     machine.settle()
     assert not ledger.none_lost
-    for lose, none_lost in ((ledger.allocated, True), (ledger.not_captured, False)):
+    for lose, none_lost in ((ledger.note_allocated, True), (ledger.note_not_captured, False)):
         lose(torch.tensor(slots(2)))
         machine.settle()
         assert ledger.none_lost == none_lost

@@ -57,7 +57,7 @@ def test_segments_come_back_to_other_slots_bit_for_bit(
     fits = kv.save(layout, memory, pages, slots)
     assert fits is None if codec == "none" else fits is not None and fits.all()
     assert not memory[[0, 1, 3]].any()
-    held, segment = kv.held(kv.layers, slots[page:]), layout.segment(1)
+    held, segment = kv.read_plain(kv.layers, slots[page:]), layout.segment(1)
     for part in range(kv.parts):
         assert kv.holds(memory[2, segment], held, part, layout, 1)
         assert not kv.holds(memory[4, segment], held, part, layout, 1)

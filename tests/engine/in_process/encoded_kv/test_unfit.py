@@ -42,8 +42,8 @@ def test_what_does_not_fit_is_a_miss_and_empties_nothing(counted: dict[str, int]
     make_unfit(server.device, 2, 1)
     host = server.pool.page_ids(server.backed_up(1, 2))
     made = bare_controller(server.pool, server.loads)
-    assert made._planned(host[:1]) is not None
-    assert made._planned(host) is None and not made._never_loaded
+    assert made._plan_load(host[:1]) is not None
+    assert made._plan_load(host) is None and not made._never_loaded
     assert counted == {"not_encodable": PAGE, "not_restored_not_encodable": 2 * PAGE}
 
 
@@ -54,11 +54,11 @@ def test_a_backup_that_has_not_arrived_is_loaded_later(counted: dict[str, int]) 
         stream.run(arrive.wait)
         host = server.back_up(1)
     made = bare_controller(server.pool, server.loads)
-    assert made._planned(server.pool.page_ids(host)) is None and not made._never_loaded
+    assert made._plan_load(server.pool.page_ids(host)) is None and not made._never_loaded
     assert counted == {"not_restored_unsettled": PAGE}
     arrive.set()
     stream.record().synchronize()
-    assert made._planned(server.pool.page_ids(host)) is not None
+    assert made._plan_load(server.pool.page_ids(host)) is not None
 
 
 class Planned:
@@ -71,7 +71,7 @@ class Planned:
 
 
 def loaded_on_all_ranks(made: Sequence[Any], *pages: int) -> list[bool]:
-    return together(lambda one: one._planned(np.array(pages)) is not None, made)
+    return together(lambda one: one._plan_load(np.array(pages)) is not None, made)
 
 
 def test_what_does_not_fit_on_one_rank_is_a_miss_on_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ class Scene:
             pages * SIZE, SIZE, torch.float32, "cpu", SimpleNamespace(), need_sort
         )
         self.captured = list[torch.Tensor]()  # slots whose rows are void
-        capture: Any = SimpleNamespace(allocated=self.captured.append)
+        capture: Any = SimpleNamespace(note_allocated=self.captured.append)
         self.pages = ReservablePages(self.allocator, capture)
         self.restores: list[Restore] = []
         self.eager = EagerRestores(SIZE, self.pages, self._launch, pages)  # type: ignore[arg-type]

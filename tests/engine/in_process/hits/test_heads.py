@@ -78,7 +78,7 @@ class Cache:
         self.given.append(node)
         self.ongoing_backup[len(self.given)] = (node, None)
         if self.backups is not None:
-            self.backups.gave(self, node)
+            self.backups.note_given(self, node)
 
     def turn(
         self, backups: Backups, agree: Callable[[Any, Any], None] = lambda numbers, op: None
@@ -93,8 +93,10 @@ class Cache:
             if not lacks:
                 self.l3 |= set() if self.full else {node}
             else:
-                backups.holes[operation] = lacks[0] * NODE
-        backups.answered(self, [SimpleNamespace(id=operation) for operation in self.ongoing_backup])
+                backups.missing_pages[operation] = lacks[0] * NODE
+        backups.note_answers(
+            self, [SimpleNamespace(id=operation) for operation in self.ongoing_backup]
+        )
         self.ongoing_backup.clear()
         turn = Turn(self)
         backups.propose_missing_pages(turn)
@@ -318,7 +320,7 @@ def test_a_beginning_of_two_ends_is_in_a_chain_until_both_are_put(heads: dict[st
     cache.write_backup_storage(4)
     cache.turn(backups)  # the nodes of one end are put
     [chain] = backups._chains
-    assert [node.number for node in chain] == [4, 1, 0]
+    assert [node.node_id for node in chain] == [4, 1, 0]
     assert all(node in backups._chained for node in chain)
     assert +backups._chained == Counter(chain)
     cache.turn(backups)
@@ -361,9 +363,9 @@ def test_the_oldest_known_node_is_forgotten(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(backups_module, "_NODES", 2)
     cache, backups = Cache(), Backups(1)
     for node in range(4):
-        backups.gave(cache, node)
+        backups.note_given(cache, node)
     assert [*backups._given] == [2, 3]
 
 
 def test_pipeline_stages_put_nothing() -> None:
-    assert not Backups(2).on
+    assert not Backups(2).enabled

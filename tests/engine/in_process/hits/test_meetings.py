@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.meeting import Meeting
 from hcache_backend.prefetch.reader import BatchedReads, batch_pages
-from hcache_backend.sglang.reads import BackAck, apply_reports, of_operation
+from hcache_backend.sglang.reads import BackAck, apply_reports, as_prefetch_read
 from tests.kit.prefetch import Operation
 
 SIZE, MOST_PAGES = 2, 14
@@ -55,7 +55,7 @@ class Rank:
 
     def _run(self) -> None:
         report: Any = self.reports.append
-        read = of_operation(self.operation, SIZE, self._read, report, back=True)
+        read = as_prefetch_read(self.operation, SIZE, self._read, report, from_back=True)
         BatchedReads(SIZE, L3Progress()).transfer(read, self.meeting, self._seconds_until_met)
         self.done = True
         self._stopped.release()

@@ -14,7 +14,7 @@ from hcache_backend.prefetch import reader as reading
 from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.meeting import Meeting
 from hcache_backend.prefetch.reader import BatchedReads, batch_pages
-from hcache_backend.sglang.reads import BackAck, apply_reports, of_operation
+from hcache_backend.sglang.reads import BackAck, apply_reports, as_prefetch_read
 from tests.kit.prefetch import Operation
 
 SIZE = 4
@@ -55,7 +55,7 @@ class Rank:
         self.batches: list[int] = []
         self.missing, self.stop_at = missing, stop_at
         self.operation: Any = Stopped(pages, lambda: len(self.batches) == stop_at)
-        read = of_operation(self.operation, SIZE, self.read, self.acks.append, back=False)
+        read = as_prefetch_read(self.operation, SIZE, self.read, self.acks.append, from_back=False)
         self.pages = BatchedReads(SIZE, L3Progress()).transfer(read)
 
     def read(self, operation: Any, keys: list[str], host_indices: torch.Tensor, info: Any) -> int:
@@ -105,7 +105,7 @@ class BackRank:
         self.operation: Any = Operation(pages, SIZE)
         self.operation.prefix_keys, self.operation.meeting = ["before"], self.meeting
         report: Any = self.reports.append
-        read = of_operation(self.operation, SIZE, self.read, report, back=True)
+        read = as_prefetch_read(self.operation, SIZE, self.read, report, from_back=True)
         reads, alone = BatchedReads(SIZE, waiting(self._wait)), 2**-10
         reads.transfer(read, self.meeting, lambda *_, longest: (share * alone, alone))
 
@@ -165,7 +165,7 @@ def test_a_quick_disk_does_not_seem_slow_by_small_last_reads(monkeypatch: Monkey
 
     operation: Any = Operation(16, SIZE)
     reads = BatchedReads(SIZE, L3Progress())
-    prefetch = of_operation(operation, SIZE, read, lambda report: None, back=False)
+    prefetch = as_prefetch_read(operation, SIZE, read, lambda report: None, from_back=False)
     for _ in range(8):
         sizes.clear()
         assert reads.transfer(prefetch) == 16
@@ -211,7 +211,7 @@ def test_a_trial_reads_a_page_although_the_front_would_have_it_sooner() -> None:
         got.append(keys)
         return len(keys)
 
-    prefetch = of_operation(operation, SIZE, read, reports.append, back=True)
+    prefetch = as_prefetch_read(operation, SIZE, read, reports.append, from_back=True)
     reads.transfer(prefetch, meeting, lambda *_, longest: (0.0, 1e9), trial=True)
     assert got == [operation.hash_value[-1:]] and len(waited) == 3
     assert [(report.start, report.end) for report in reports] == [(3, 4)]
@@ -224,7 +224,7 @@ def test_from_the_back_who_waits_for_the_front_says_so_and_ends_with_the_prefetc
     operation = Stopped(4, lambda: len(waited) == 3)
     reads = BatchedReads(SIZE, waiting(waited.append))
     read: Any = None  # nothing is read
-    prefetch = of_operation(operation, SIZE, read, reports.append, back=True)
+    prefetch = as_prefetch_read(operation, SIZE, read, reports.append, from_back=True)
     reads.transfer(prefetch, meeting, lambda *_, longest: (0.0, 1e9))
     assert len(waited) == 3 and all(0 < seconds < 60 for seconds in waited)
     assert [(report.start, report.end) for report in reports] == [(4, 4)]

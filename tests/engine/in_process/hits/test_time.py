@@ -16,7 +16,7 @@ from hcache_backend.prefetch.estimates import Estimates, L3Progress, Reading
 from hcache_backend.prefetch.meeting import Meeting
 from hcache_backend.prefetch.reader import BatchedReads, batch_pages
 from hcache_backend.prefetch.slices import SliceBudget
-from hcache_backend.sglang.reads import apply_reports, of_operation
+from hcache_backend.sglang.reads import apply_reports, as_prefetch_read
 from hcache_backend.streams import CallerStream, Door, Stream, through
 from tests.engine.in_process.hits.eager_scene import SIZE, Scene, hicache
 from tests.kit.prefetch import Operation
@@ -99,7 +99,7 @@ class Server:
             Operation.prefetches.prefetch_of(operation), 0, tokens, tokens, step, 0, 0
         )
         report = partial(self._report, operation)
-        read = of_operation(operation, SIZE, self.read, report, back=slices)
+        read = as_prefetch_read(operation, SIZE, self.read, report, from_back=slices)
         batches = BatchedReads(SIZE, self.l3)
         batches.transfer(read, meeting, self.eager.fronts.seconds_until_met)
         assert operation.completed_tokens == tokens or not slices

@@ -133,7 +133,7 @@ class Cache:
     def take(self) -> list[str]:
         """Names of the answers that may be taken, which are then being read."""
         answers = self.cache_controller.prefetch_hit_queue
-        taken = waiting.with_room(self, self.prefetches, answers.qsize())
+        taken = waiting.admit_answers(self, self.prefetches, answers.qsize())
         assert taken is not None
         names = []
         for operation in [answers.get() for _ in range(taken)]:
@@ -482,7 +482,7 @@ def test_a_stage_waits_for_the_answers_that_the_first_one_had(cache: Cache) -> N
     cache.answer(first)
     comes = Timer(0.1, cache.answer, (other, late))
     comes.start()
-    assert waiting.with_room(cache, cache.prefetches, 2) == 2
+    assert waiting.admit_answers(cache, cache.prefetches, 2) == 2
     assert list(cache.cache_controller.prefetch_hit_queue.queue)[:2] == [first, other]
     comes.join()
-    assert waiting.with_room(cache, cache.prefetches, None) is None
+    assert waiting.admit_answers(cache, cache.prefetches, None) is None

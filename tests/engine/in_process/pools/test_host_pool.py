@@ -159,7 +159,7 @@ def test_recomputed_rows_are_there_before_they_are_taken(fits: bool, pool: Any) 
     rows = SimpleNamespace(save_rows=lambda pages: torch.tensor([fits]))
     pool.save_recomputed(host_pages, SLOTS, rows)
     pool.on_freed.append(lambda pages: pool.mark_arrived())
-    pool._capture.ledger.loaded(SLOTS, host_pages)
+    pool._capture.ledger.note_loaded(SLOTS, host_pages)
     pool.free(indices)
     assert pool.arena.problem(SLOTS.numpy()) == (None if fits else "rows not valid")
 

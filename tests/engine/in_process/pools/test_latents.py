@@ -188,7 +188,7 @@ def test_a_check_in_service_compares_index_keys(
     layout, kv, memory = pages_of(pool, shard, codec)
     slots = torch.arange(64, 128)
     for layer in kv.layers:
-        held, segment = kv.held([layer], slots), memory[0, layout.segment(layer)].clone()
+        held, segment = kv.read_plain([layer], slots), memory[0, layout.segment(layer)].clone()
         assert len(held) == kv.bytes_of(layer)
         assert all(kv.holds(segment, held, part, layout, layer) for part in range(kv.parts))
         if not kv.keys.bytes_of(layer):

@@ -88,7 +88,7 @@ class Server:
             here = self.memory[page].numpy()
             key, ids = key_bytes(KEYS[page]), np.full(PAGE, page, np.int32)
             assert layout.problem(here, namespace, key, ids, segments=False) is None
-            held = self.kv.held((2,), indices([page]))
+            held = self.kv.read_plain((2,), indices([page]))
             assert self.kv.holds(self.memory[page, layout.segment(2)], held, 0, layout, 2)
             if layout.segment_bytes[1]:
                 rows = HIDDEN[page * PAGE :][list(layout.kept)].flatten()

@@ -114,7 +114,7 @@ def recomputed(loads: Any, *, only_unstored: bool = False) -> Any:
 def no_memory(loads: Any) -> list[str]:
     """From now on every recomputation fails. Why pages cannot be restored any more."""
     told: list[str] = []
-    loads._pipeline.problem, loads._failed = RuntimeError("out of memory"), told.append
+    loads._pipeline.problem, loads._on_failure = RuntimeError("out of memory"), told.append
     return told
 
 
@@ -266,7 +266,7 @@ def test_a_count_that_fails_costs_no_restore(caplog: pytest.LogCaptureFixture) -
     loads = queue(Partition(0, 4, 0))
     report = SimpleNamespace(tokens=4, bytes={}, total_ms=0.0)
     loads._pipeline.finished = lambda: [report]
-    loads._restored = lambda tokens, seconds: tokens / seconds
+    loads._on_restored = lambda tokens, seconds: tokens / seconds
     loads.count_finished()
     assert "restores could not be counted" in caplog.text
 

@@ -14,7 +14,7 @@ import torch
 from pytest import LogCaptureFixture, MonkeyPatch
 
 from bench.harness.tracing import hcache_trace
-from hcache_backend.capture.hooks import HiddenCapture, _FedHook
+from hcache_backend.capture.hooks import HiddenCapture, _InputHook
 from hcache_backend.checks import round_trip, self_check
 from hcache_backend.checks.self_check import Finding, LayerSpecs
 from hcache_backend.config import ConfigError, HCacheConfig
@@ -119,7 +119,7 @@ def test_steps_that_cannot_be_captured_are_told(
     changes: Any, said: str, missing: list[int], caplog: LogCaptureFixture
 ) -> None:
     lost = list[int]()
-    ledger = SimpleNamespace(broken=None, not_captured=lambda slots: lost.append(len(slots)))
+    ledger = SimpleNamespace(broken=None, note_not_captured=lambda slots: lost.append(len(slots)))
     capture: Any = SimpleNamespace(ledger=ledger, skip=lambda: None, begin=lambda *_: None)
     given = {name: torch.arange(2) for name in ("input_ids", "positions", "out_cache_loc")}
     assert HiddenCapture([])._begin_step(capture, SimpleNamespace(**given | changes)) is None
@@ -150,11 +150,11 @@ def test_a_hook_leaves_a_module_as_it_was() -> None:
     module, seen = torch.nn.Identity(), []
     own = module.forward
     module.forward = own  # of the module's own, as another package leaves it
-    hook = _FedHook(module, seen.append)
+    hook = _InputHook(module, seen.append)
     module(1)
     hook.remove()
     assert seen == [1] and module.forward is own
-    hook = _FedHook(module, seen.append)
+    hook = _InputHook(module, seen.append)
     outer = module.forward = torch.nn.Linear(1, 1).forward
     hook.remove()
     assert module.forward is outer
