@@ -109,11 +109,8 @@ class OwnPagesStrategy(StackStrategy):
         self._runtime, self._plain, self._no_hidden = runtime, plain, no_hidden
 
     def matches(self, kvcache: Any, components: Any) -> bool:
-        full = type(full_attention(kvcache))
-        supported = full is MHATokenToKVPool or type(kvcache) in (
-            MLATokenToKVPool,
-            DSATokenToKVPool,
-        )
+        kind, full = type(kvcache), type(full_attention(kvcache))
+        supported = full is MHATokenToKVPool or kind in (MLATokenToKVPool, DSATokenToKVPool)
         if supported and strategy_of(kvcache).matches(kvcache, components):
             return True
         names = ", ".join(sorted(component.name for component in components))
