@@ -1,6 +1,7 @@
 """Stage one and stage two with real overlap, and what the arena hears of them."""
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -119,6 +120,35 @@ def test_a_replay_that_recorded_no_copy_of_a_layer_proves_nothing(machine: Machi
     machine.assert_captured(slots(1))
     assert not machine.arena._rows[slots(2)].any()
     assert machine.capture.ledger.missing_tokens == SIZE
+
+
+def test_step_numbers_that_begin_anew_believe_no_earlier_marks(machine: Machine) -> None:
+    """As after the check at the start, which captures with the staging of the server."""
+    assert machine.forward(slots(1), replay=4)
+    machine.settle()
+    machine.staging.forget_marks()
+    trial = machine.capture
+    parts = trial.arena, trial.memory, machine.staging, range(LAYERS), trial.codec
+    machine.capture = staging.StagedCapture(*parts)
+    assert machine.forward(slots(2), replay=4, layers=LAYERS - 1)
+    machine.settle()
+    assert not machine.arena._rows[slots(2)].any()
+
+
+def test_hidden_states_of_another_type_are_not_captured(machine: Machine) -> None:
+    rows = torch.randn(LAYERS, SIZE, WIDTH, dtype=torch.float64)
+    assert not machine.forward(slots(1), rows=rows)
+
+
+def test_the_scheduler_does_not_wait_for_slots(device: WorkerStream, machine: Machine) -> None:
+    """Those of a step are on the device: what is known without them is applied."""
+    gate = threading.Event()
+    device.run(gate.wait)
+    assert machine.forward(slots(1))
+    machine.capture.settle()  # before the gate opens: otherwise the test hangs here
+    assert not machine.arena._rows.any()
+    gate.set()
+    machine.assert_captured(slots(1))
 
 
 def test_a_step_that_cannot_begin_is_lost_alone(
