@@ -8,18 +8,13 @@ tokens. A backup exchanges two table entries and copies no hidden states.
 - A host page is FREE, COMING, HERE or UNFIT (docs/structure.md draws it). Loads take pages that are
   HERE, which may be on their way in a stream that the load waits for. They take no UNFIT page, and
   it does not go to L3. A page is FREE also if HiCache has it for tokens whose rows did not come.
-- A read from L3, a save and recomputed rows are expected, and settled by a ticket: if the page was
-  freed meanwhile, it has another. Rows of a step are judged by their slots. A page is COMING until
-  it has all that it waits for.
-- Rows belong to one allocation of their slot. A new allocation or a load makes them void; later
-  results of earlier steps do not count.
-- After a backup or a load, the rows of a device page are in a host page: the two are linked. If
-  HiCache frees that while the tokens are on the device (``write_back`` does), the entries are
-  exchanged back, and the page can be backed up again.
-- A page that was loaded cannot be backed up again.
+- Content is expected, and settled by a ticket. Rows of a step are judged by their slots. A page is
+  COMING until it has all that it waits for.
+- Rows belong to one allocation of their slot: a new allocation or a load makes them void.
+- After a backup or a load, the rows of a device page are in a host page: the two are linked. A page
+  that was loaded cannot be backed up again.
 - Positions and token ids stand in the header of a page as soon as its tokens are known: loads read
-  them, and a page of L3 brings its own. Columns of their own would be a second copy. All else of a
-  header is written by :meth:`.PageLayout.seal`, once.
+  them. All else of a header is written by :meth:`.PageLayout.seal`, once.
 
 Scheduler thread, but any thread may use ``physical``, ``pages``, ``namespaces``, ``usable`` and
 ``unfit`` for pages that it owns, ``expect`` if HiCache has just allocated them, and ``settle`` for
@@ -73,7 +68,7 @@ class ShadowChanges(NamedTuple):
 class Arena:
     """``memory``: uint8 ``[host_pages + device_pages, stride]``, of which only positions and token
     ids are written here. ``device_pages``: of the device's KV pool, with the padding page; 0: no
-    layer is captured. ``namespace`` gives that of pages that the present weights make."""
+    layer is captured. ``namespace`` returns the namespace of pages made by the present weights."""
 
     def __init__(
         self,
@@ -90,9 +85,9 @@ class Arena:
             raise ValueError(f"memory is {memory.shape}, the arena needs {wanted}")
         self.memory = memory
         self.layout = layout
-        self._present = namespace
+        self._present_namespace = namespace
         slots = device_pages * layout.page_size
-        # The table, by host page:
+        # The table, by host page (a host page is a number that HiCache uses):
         self._host = np.arange(host_pages, dtype=np.int64)  # its physical page
         self._state = np.zeros(host_pages, np.uint8)
         self._ticket = np.zeros(host_pages, np.int64)  # of what was expected last; 0: none
@@ -119,7 +114,7 @@ class Arena:
         return self._host[host_pages]
 
     def pages(self, host_pages: Ids, *, header: bool = False) -> list[npt.NDArray[np.uint8]]:
-        """Views of pages, uint8 ``[page_bytes]`` each; with ``header`` only headers are read."""
+        """Views of pages, uint8 ``[page_bytes]`` each; with ``header`` the caller reads headers."""
         physical = self.physical(host_pages)
         self.host_access(physical, write=False, header=header)
         return [self.memory[page, : self.layout.page_bytes] for page in physical.tolist()]
@@ -128,7 +123,7 @@ class Arena:
         """Does nothing. Shows tests/order what the CPU accesses: no stream shows it."""
 
     def usable(self, host_pages: Ids) -> bool | None:
-        """True if loads may take all of the pages; None if that is not known yet."""
+        """Whether loads may take all of the pages; None: the content of one has not come yet."""
         waits = self._unsettled[host_pages] | self._awaiting_rows[host_pages]
         return None if waits.any() else bool((self._state[host_pages] == _PageState.HERE).all())
 
@@ -141,7 +136,8 @@ class Arena:
         return found
 
     def expect(self, host_pages: Ids, namespace: bytes = NO_NAMESPACE) -> int:
-        """Content comes to pages that HiCache has allocated. Returns the ticket to settle it."""
+        """HiCache has allocated ``host_pages``, and content of ``namespace`` will be written there.
+        Returns a ticket (> 0): the caller passes it to :meth:`settle` when the content has come."""
         ticket = next(self._tickets)
         self._state[host_pages] = _PageState.HERE
         self._ticket[host_pages], self._unsettled[host_pages] = ticket, True
@@ -149,23 +145,24 @@ class Arena:
         return ticket
 
     def expect_recomputed(self, host_pages: Ids, positions: Ids, token_ids: Ids) -> int:
-        """The tokens come recomputed to the pages; otherwise as :meth:`expect`."""
+        """As :meth:`expect`, of rows that a forward pass recomputes: headers get the tokens now."""
         self._write_tokens(self._host[host_pages], positions, token_ids)
-        return self.expect(host_pages, self._present())
+        return self.expect(host_pages, self._present_namespace())
 
     def tickets(self, host_pages: Ids) -> Ids:
-        """Of each page; another one, or 0, once HiCache has freed it."""
+        """The ticket of each page. It changes, or becomes 0, when HiCache frees the page."""
         return self._ticket[host_pages]
 
     def settle(
         self, host_pages: Ids, tickets: Ids | int, fits: npt.NDArray[np.bool_] | None = None
     ) -> Ids:
-        """What ``tickets`` are of has come, if it is still wanted. Returns the pages that do not
-        fit the codec (``fits`` is False)."""
+        """The content expected under ``tickets`` has come: loads may take ``host_pages``. A page
+        that has another ticket by now was freed meanwhile, and is skipped. ``fits`` (``[n]``) is
+        False for pages that the codec cannot hold: they become UNFIT. Returns these pages."""
         due = (self._ticket[host_pages] == tickets) & self._unsettled[host_pages]
         unfit = host_pages[:0] if fits is None else host_pages[due & ~fits]
         self._unsettled[host_pages[due]] = False
-        if len(unfit):  # never of what another thread has read
+        if len(unfit):  # scheduler thread: the thread that reads L3 passes no ``fits``
             self.mark_unfit(unfit)
         return unfit
 
@@ -175,8 +172,8 @@ class Arena:
         self._state[host_pages] = _PageState.UNFIT
 
     def free(self, host_pages: Ids) -> None:
-        """HiCache freed the pages, and their tokens are not on the device any more; or what should
-        come to them does not exist."""
+        """The pages are FREE: HiCache freed them, or their expected content will never come. Rows
+        of their tokens on the device become void."""
         self._unlink_host(host_pages)
         self._empty(host_pages)
 
@@ -186,17 +183,17 @@ class Arena:
         self._unsettled[host_pages] = self._awaiting_rows[host_pages] = False
 
     def take_back(self, host_pages: Ids) -> ShadowChanges:
-        """HiCache freed the pages: tokens still on the device take their rows back as shadows. All
-        that happened to their slots must be known, and recomputed rows must be there. A shadow that
-        an earlier step may still write stays one, because the next owner writes host pages at once.
-        """
+        """HiCache freed the pages. If their tokens are still on the device, the exchange of a
+        backup is undone: the rows are in a shadow again. It is not undone if a step that has not
+        ended may write the present shadow, because the next owner of the host page writes it at
+        once. All verdicts that have come must be applied before."""
         linked = host_pages[self._device_page[host_pages] >= 0]
         back = linked[self._written[self._device_page[linked]] <= self._ended_step]
-        pages = self._device_page[back]
-        self._host[back], self._shadow[pages] = self._shadow[pages], self._host[back]
-        self._host_page[pages] = self._device_page[back] = -1
+        device_pages = self._device_page[back]
+        self._host[back], self._shadow[device_pages] = self._shadow[device_pages], self._host[back]
+        self._host_page[device_pages] = self._device_page[back] = -1
         self.free(host_pages)
-        return ShadowChanges(pages, self._shadow[pages])
+        return ShadowChanges(device_pages, self._shadow[device_pages])
 
     @property
     def shadows(self) -> Ids:
@@ -221,8 +218,8 @@ class Arena:
     def begin_step(
         self, slots: Ids, positions: Ids, token_ids: Ids, *, promised: bool = True
     ) -> int:
-        """A forward pass that fills ``slots`` was launched, and with it, if ``promised``, all that
-        captures its rows. Returns the step's ticket for :meth:`end_step`."""
+        """A forward pass that fills ``slots`` was launched. ``promised``: so were the copies that
+        capture its rows; otherwise the rows are void. Returns a ticket for :meth:`end_step`."""
         self._unlink_device(slots // self.layout.page_size)
         self._refill(slots, RowState.PROMISED if promised else RowState.VOID)
         self._lost[slots] = not promised
@@ -232,12 +229,13 @@ class Arena:
         return self._clock
 
     def end_step(self, slots: Ids, ticket: int, verdicts: npt.NDArray[np.uint8]) -> tuple[int, int]:
-        """Apply a step's verdicts; returns how many rows, if still its own, are missing, unfit."""
+        """The step of ``ticket`` is over: ``verdicts`` (of RowState) are the states of its rows.
+        Slots that got other rows since are skipped. Returns how many rows are VOID, and UNFIT."""
         due = (self._generation[slots] == ticket) & (self._rows[slots] == RowState.PROMISED)
         slots, verdicts, self._ended_step = slots[due], verdicts[due], ticket
         self._rows[slots] = verdicts
         self._lost[slots] = verdicts != RowState.VALID
-        linked = self._host_page[slots // self.layout.page_size]
+        linked = self._host_page[slots // self.layout.page_size]  # -1: none
         waiting = linked[(linked >= 0) & self._awaiting_rows[linked]]
         if len(waiting):
             self._judge(np.unique(waiting))
@@ -245,24 +243,21 @@ class Arena:
         return int(np.count_nonzero(missing)), int(np.count_nonzero(unfit))
 
     def _judge(self, host_pages: Ids) -> None:
-        """Pages that wait for rows have them if all are valid, and never get them if one is not
-        there."""
-        rows = self._rows_of(host_pages)
+        """Decide on pages that wait for rows of their device page. They wait no longer if all are
+        valid. They become FREE if a row is void, UNFIT if a row is unfit; otherwise they wait."""
+        device_pages = self._device_page[host_pages]
+        rows = self._rows.reshape(-1, self.layout.page_size)[device_pages]  # [page, token]
         valid, unfit = (rows == RowState.VALID).all(1), (rows == RowState.UNFIT).any(1)
         self._awaiting_rows[host_pages[valid]] = False
         if not valid.all():
             self.free(host_pages[(rows == RowState.VOID).any(1)])
             self.mark_unfit(host_pages[unfit])
 
-    def _rows_of(self, host_pages: Ids) -> npt.NDArray[np.uint8]:
-        """Rows of the device pages of linked pages, ``[n, page_size]``."""
-        return self._rows.reshape(-1, self.layout.page_size)[self._device_page[host_pages]]
-
     def problem(self, slots: Ids) -> str | None:
-        """The reason why the pages of ``slots`` cannot be backed up, or None."""
+        """The reason why the pages of ``slots``, in order, cannot be backed up, or None."""
         size = self.layout.page_size
         positions = self._positions[slots]
-        pages = slots[::size] // size
+        pages = slots[::size] // size  # of the device's KV pool
         if not np.array_equal(slots, (pages[:, None] * size + np.arange(size)).ravel()):
             return "slots are not whole pages"
         rows = self._rows[slots]
@@ -277,21 +272,21 @@ class Arena:
         return NOT_ENCODABLE if (rows == RowState.UNFIT).any() else None
 
     def swap(self, slots: Ids, host_pages: Ids) -> ShadowChanges:
-        """Back up the pages of ``slots``: their shadows become ``host_pages``. :meth:`problem` must
-        be None; transfers to the shadows may still be under way."""
+        """Back up the pages of ``slots``: their shadows, to which rows may still be on their way,
+        become ``host_pages``, and the reverse. :meth:`problem` must be None."""
         size = self.layout.page_size
-        pages = slots[::size] // size
-        filled, empty = self._shadow[pages], self._host[host_pages]
-        self._host[host_pages], self._shadow[pages] = filled, empty
-        self._link(host_pages, pages)
+        device_pages = slots[::size] // size
+        filled, empty = self._shadow[device_pages], self._host[host_pages]
+        self._host[host_pages], self._shadow[device_pages] = filled, empty
+        self._link(host_pages, device_pages)
         self._state[host_pages], self._awaiting_rows[host_pages] = _PageState.HERE, True
-        self._namespace[host_pages] = np.void(self._present())
+        self._namespace[host_pages] = np.void(self._present_namespace())
         self._write_tokens(filled, self._positions[slots], self._token_ids[slots])
         self._judge(host_pages)
-        return ShadowChanges(pages, empty)
+        return ShadowChanges(device_pages, empty)
 
     def _write_tokens(self, physical: Ids, positions: _Values, token_ids: _Values) -> None:
-        """To headers; ``[n * page_size]`` each."""
+        """Write values (``[n * page_size]`` each) to the headers of ``n`` physical pages."""
         layout = self.layout
         self.host_access(physical, write=True, header=True)
         layout.positions(self.memory)[physical] = positions.reshape(-1, layout.page_size)
@@ -302,21 +297,21 @@ class Arena:
         return self._rows[slots] == RowState.UNFIT
 
     def note_loaded(self, slots: Ids, host_pages: Ids, tickets: Ids) -> None:
-        """``slots`` were allocated for the tokens of ``host_pages``, which had these ``tickets``.
-        One that was freed meanwhile, or is unfit, has no rows for them."""
+        """``slots`` were allocated, and ``host_pages`` are loaded there. The rows of a page are
+        void if it is unfit, or if its ticket is not that of ``tickets``: it was freed meanwhile."""
         size = self.layout.page_size
-        pages = slots[::size] // size
+        device_pages = slots[::size] // size
         physical = self._host[host_pages]
-        self._unlink_device(pages)
+        self._unlink_device(device_pages)
         self.host_access(physical, write=False, header=True)
         self._positions[slots] = self.layout.positions(self.memory)[physical].ravel()
         self._token_ids[slots] = self.layout.token_ids(self.memory)[physical].ravel()
         kept = (self._state[host_pages] == _PageState.HERE) & (self._ticket[host_pages] == tickets)
-        self._link(host_pages[kept], pages[kept])
+        self._link(host_pages[kept], device_pages[kept])
         self._rows[slots] = np.where(np.repeat(kept, size), RowState.VALID, RowState.VOID)
 
     def forget(self) -> None:
-        """All rows lost their meaning; pages in host memory keep what is there."""
+        """All rows are void, and host pages that wait for rows are FREE; other pages stay."""
         self._refill(slice(None))
         self._lost[:] = False
         self._empty(self._awaiting_rows.copy())
@@ -342,7 +337,7 @@ class Arena:
         self._empty(host_pages[self._awaiting_rows[host_pages]])
 
     def _refill(self, slots: Ids | slice, state: int = RowState.VOID) -> None:
-        """``slots`` get other rows; a verdict that is still on its way does not count for them."""
+        """``slots`` get other rows, in ``state``: verdicts of earlier steps no longer apply."""
         self._clock += 1
         self._generation[slots] = self._clock
         self._rows[slots] = state

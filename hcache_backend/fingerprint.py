@@ -42,10 +42,11 @@ class TensorDigest(NamedTuple):
 def digest_tensors(
     tensors: Iterable[tuple[str, torch.Tensor]], by_column: Container[str] = ()
 ) -> list[TensorDigest]:
-    """Digests of ``tensors``, by name; ``by_column`` names those whose last dimension ranks divide.
-    Sums run on the tensors' device: a 14 GB model costs one read of its memory, and one wait."""
+    """Digests of ``tensors``, by name; columns count as rows in tensors of ``by_column``, whose
+    last dimension ranks divide. Sums run on each device: 14 GB cost one read, and one wait."""
     by_name = sorted(tensors, key=lambda item: item[0])
-    shape, devices = (len(by_name), PROGRAMS, 2), {tensor.device for _, tensor in by_name}
+    devices = {tensor.device for _, tensor in by_name}
+    shape = (len(by_name), PROGRAMS, 2)  # [tensor, partial sum of a kernel's program, exact/rows]
     sums = {device: torch.zeros(shape, dtype=torch.int64, device=device) for device in devices}
     widths = [
         _add_digests(tensor.detach(), name in by_column, sums[tensor.device][i])
@@ -76,7 +77,7 @@ def any_ranks_fingerprint(ranks: Sequence[Sequence[TensorDigest]]) -> bytes:
     parts: dict[tuple[str, str, int, int], dict[int, int]] = {}
     for tensors in ranks:
         for t in tensors:
-            # Ranks that hold the same part (norms, say) count once.
+            # Ranks that hold the same part (norms, say) have one exact digest, and count once.
             parts.setdefault((t.name, t.dtype, len(t.shape), t.row), {})[t.exact] = t.rows
     digest = xxhash.xxh3_128()
     for key, sums in sorted(parts.items()):
@@ -103,16 +104,16 @@ def namespace(fields: Mapping[str, object]) -> bytes:
 
 @torch.no_grad()
 def _add_digests(tensor: torch.Tensor, by_column: bool, sums: torch.Tensor) -> int:
-    """Add the digests of a tensor's rows to ``sums``; returns the elements of a row."""
-    start, row = 0, 1
+    """Add the digests of a tensor's rows to ``sums``; returns the number of elements of a row."""
+    start, width = 0, 1  # of a chunk: number of its first row, elements of a row
     for chunk in _chunks(tensor, by_column):
         digest_rows(chunk, start, sums)
-        start, row = start + len(chunk), chunk.shape[1]
-    return row
+        start, width = start + len(chunk), chunk.shape[1]
+    return width
 
 
 def _chunks(tensor: torch.Tensor, by_column: bool) -> Iterator[torch.Tensor]:
-    """Rows of ``tensor`` in pieces ``[rows, elements]`` of limited size."""
+    """Rows of ``tensor``, or columns (``by_column``), in small pieces ``[rows, elements]``."""
     if tensor.numel() == 0:
         return
     if tensor.dim() < 2:

@@ -38,7 +38,8 @@ def smallest(group: Group, *numbers: int) -> list[int]:
 
 
 def sum_of_all_ranks(group: Group, table: torch.Tensor) -> torch.Tensor:
-    """What all ranks of ``group`` have, on the CPU, added in their order: equal to the bit."""
+    """The sum over all ranks of ``group`` of each element of ``table`` (on the CPU). It is added in
+    the order of ranks, so all ranks get the same bits; an all-reduce does not promise that."""
     if group is None or not dist.is_initialized() or dist.get_world_size(group=group) == 1:
         return table
     tables = [torch.empty_like(table) for _ in range(dist.get_world_size(group=group))]
@@ -47,13 +48,9 @@ def sum_of_all_ranks(group: Group, table: torch.Tensor) -> torch.Tensor:
 
 
 def all_or_none(groups: tuple[Group, ...], work: Callable[[], _Result]) -> _Result:
-    """The result of ``work`` on this rank; raises Refused on every rank if it failed on one.
-
-    - Every rank reaches every collective, in the same order.
-    - All ranks learn the outcome, by one MIN-reduce per group, before any rank goes on.
-    - Work with collectives must reach each of them whatever it finds, and refuse after the last.
-
-    ``groups`` are on the CPU: tensor-parallel ranks, and pipeline stages if there is no fallback.
+    """The result of ``work`` on this rank; raises Refused on every rank if ``work`` raised on one.
+    ``work`` may use collectives, if it reaches all of them before it raises. ``groups`` are on the
+    CPU (tensor-parallel ranks, perhaps pipeline stages): one MIN-reduce in each brings agreement.
     """
     reason: str | None = None
     try:
@@ -63,7 +60,7 @@ def all_or_none(groups: tuple[Group, ...], work: Callable[[], _Result]) -> _Resu
     except Exception as error:
         logger.error("hcache: the self-check raised an error", exc_info=error)
         reason = f"the self-check raised an error: {type(error).__name__}: {error}"
-    fine: int = reason is None
+    fine: int = reason is None  # on this rank; after each reduce on all ranks of the groups so far
     for group in groups:
         [fine] = smallest(group, fine)
     if not fine:
@@ -96,7 +93,7 @@ class Turn:
         return Proposal(self, slice(len(self._numbers) - len(numbers), len(self._numbers)))
 
     def agree(self, reduce: Callable[[torch.Tensor, Any], object]) -> None:
-        """Reduce the numbers of all ranks, if there are any, by ``reduce(tensor, operation)``."""
+        """Reduce the proposed numbers of all ranks, if any, by ``reduce(tensor, operation)``."""
         numbers = torch.tensor(self._numbers, dtype=torch.int64)
         if self._numbers:
             reduce(numbers, dist.ReduceOp.MIN)

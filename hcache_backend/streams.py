@@ -68,6 +68,7 @@ class Stream(ABC):
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
+        """Within the block this is the current stream of the calling thread."""
         token = _current.set(self)
         try:
             yield
@@ -107,12 +108,12 @@ def pinning(size: int) -> Iterator[None]:
     """Log every ten seconds that ``size`` bytes are still being pinned; 100 GB take a minute."""
     ended, start = threading.Event(), time.monotonic()
 
-    def tell() -> None:
+    def log_progress() -> None:
         while not ended.wait(_PROGRESS_SECONDS):
             seconds = time.monotonic() - start
             logger.info("hcache: pinning %.1f GB: %.0f s so far", size / 1e9, seconds)
 
-    threading.Thread(target=tell, name="hcache-pinning", daemon=True).start()
+    threading.Thread(target=log_progress, name="hcache-pinning", daemon=True).start()
     try:
         yield
     finally:
@@ -145,11 +146,12 @@ class HostBuffers:
         self._free: dict[tuple[int, torch.dtype], list[HostBuffer]] = {}
 
     def take(self, length: int, dtype: torch.dtype) -> HostBuffer:
-        size = max(_LEAST_BUFFER, 1 << (length * dtype.itemsize - 1).bit_length())
+        """A buffer of ``length`` values, not set, for the caller until :meth:`give_back`."""
+        size = max(_LEAST_BUFFER, 1 << (length * dtype.itemsize - 1).bit_length())  # bytes
         free = self._free.setdefault((size, dtype), [])
         if free and free[-1].values.shape == (length,):
-            return free.pop()  # as a step of the same size left it
-        with torch.inference_mode(mode=False):  # or it could not be written outside that mode
+            return free.pop()  # the views of another length would have to be made anew
+        with torch.inference_mode(mode=False):  # its tensors cannot be written outside of it
             memory = free.pop().memory if free else host_tensor((size,), torch.uint8, self._device)
             values = memory[: length * dtype.itemsize].view(dtype)
             return HostBuffer(memory, values, values.numpy())
@@ -191,10 +193,10 @@ class _CudaEvent:
     _free: ClassVar[dict[bool, list[Any]]] = {False: [], True: []}  # by ``timed``
 
     def __init__(self, stream: Any, *, timed: bool) -> None:
-        self._unused = self._free[timed]
+        self._unused = self._free[timed]  # where __del__ puts the torch event; a pop is atomic
         try:
             self.event = self._unused.pop()
-        except IndexError:
+        except IndexError:  # none is left
             self.event = torch.cuda.Event(enable_timing=timed)
         self.event.record(stream)
 
@@ -283,6 +285,7 @@ class WorkerStream(Stream):
     # Tensors that the engine made in inference mode can only be written in that mode.
     @torch.inference_mode()
     def _serve(self) -> None:
+        """The thread: run what is queued, for ever. :meth:`run` and :meth:`record` see an error."""
         while True:
             work = self._queue.get()
             try:
@@ -310,6 +313,7 @@ class CallerStream(_InlineStream):
     """The calling thread as a stream that never raises: after an error it skips all work."""
 
     def run(self, work: Work) -> None:
+        """Run ``work`` now. An error is kept for the events that are recorded later."""
         if self._error is None:
             try:
                 with torch.inference_mode():
@@ -327,14 +331,15 @@ class Door:
 
     def __init__(self) -> None:
         self._named: dict[str, torch.cuda.Stream] = {}  # CUDA's: a name is one stream
-        self._ours: dict[int, str] = {}  # their names, by handle
+        self._name_of: dict[int, str] = {}  # of the streams made here, by their CUDA handle
 
     def new_stream(self, device: torch.device, name: str, *, in_turn: bool = False) -> Stream:
+        """On CUDA one stream for each ``name``. On a CPU a new thread; ``in_turn``: the caller."""
         if device.type == "cuda":
-            # SGLang's have CUDA's lowest priority, too: CHUNK_TOKENS bounds how long they wait.
+            # 0, the lowest, is SGLang's priority, too: its work waits for ours, chunk by chunk.
             if name not in self._named:
                 self._named[name] = stream = torch.cuda.Stream(device, priority=0)
-                self._ours[stream.cuda_stream] = name
+                self._name_of[stream.cuda_stream] = name
             return _CudaStream(self._named[name])
         return CallerStream() if in_turn else WorkerStream(name)
 
@@ -346,16 +351,17 @@ class Door:
     def run_here(self, device: torch.device, work: Callable[..., object], *args: Any) -> None:
         stream = None if device.type == "cuda" else _current.get()
         if stream is None:
-            work(*args)  # on CUDA torch knows the current stream
+            work(*args)  # torch launches on CUDA's current stream; on a CPU the caller does it
         else:
             stream.run(partial(work, *args))
 
     def wrap_engine_stream(self, engine_stream: Any) -> Stream:
+        """A CUDA stream of SGLang as a :class:`Stream`; on a CPU the calling thread."""
         if not isinstance(engine_stream, torch.cuda.Stream):
             return _INLINE
-        # torch hands out 32 streams in turn, so two may be the same.
-        if (shared := self._ours.pop(engine_stream.cuda_stream, None)) is not None:
-            logger.warning("hcache: stream '%s' is also SGLang's: they wait for each other", shared)
+        # torch hands out 32 streams in turn, so two may be the same. Warns once.
+        if (ours := self._name_of.pop(engine_stream.cuda_stream, None)) is not None:
+            logger.warning("hcache: stream '%s' is also SGLang's: they wait for each other", ours)
         return _CudaStream(engine_stream)
 
     def host_tensor(

@@ -72,7 +72,7 @@ class PageName(NamedTuple):
 
 
 def parse_name(file: str) -> PageName | None:
-    """The name of the page file ``file``; None if it is no page file's name."""
+    """The parts of the file name ``file``; None if it is no page file's name."""
     match = _FILE.fullmatch(file)
     if match is None or int(match[3]) >= int(match[4]):
         return None
@@ -103,7 +103,7 @@ class PageKeys(Sequence[bytes]):
 
 
 def trailer(name: PageName, page: Parts) -> bytes:
-    """The end of the value of ``page`` in a shared tier: only this page of this name has it."""
+    """The bytes behind ``page`` in a shared tier, which a damaged or another page does not have."""
     hasher = xxhash.xxh3_128()
     for part in page:
         hasher.update(part)
@@ -119,7 +119,7 @@ def round_up(length: int) -> int:
 def check_names(namespace: bytes, keys: Sequence[bytes], shard: Shard = WHOLE) -> None:
     """Refuse, by a ValueError, a wrong namespace (16 bytes), key (32 bytes) or shard."""
     check_bytes("namespace", namespace, NAMESPACE_BYTES)
-    if not {*map(type, keys)} <= {bytes} or not {*map(len, keys)} <= {KEY_BYTES}:
+    if not {*map(type, keys)} <= {bytes} or not {*map(len, keys)} <= {KEY_BYTES}:  # fast
         for key in keys:
             check_bytes("key", key, KEY_BYTES)
     check_shard(shard)

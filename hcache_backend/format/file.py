@@ -58,7 +58,7 @@ class FileLayout:
         return self.header_bytes + round_up(self.payload_bytes)
 
     def check(self, memory: PageMemory) -> None:
-        """Refuse, by a ValueError, memory or digests of another number than the file has."""
+        """Raise ValueError unless ``memory`` has the payload's bytes, and no digests or all."""
         digests = len(self.units) if memory.digests is None else len(memory.digests)
         if (self.payload_bytes, len(self.units)) != (memory.length, digests):
             shard = f"shard {memory.shard.number} of {memory.shard.of}"
@@ -77,7 +77,7 @@ class Header(NamedTuple):
 
 @lru_cache(maxsize=256)
 def file_layout(table: SegmentTable, shard: Shard) -> FileLayout:
-    """The layout of ``shard`` of a page; a ValueError if there is no such shard."""
+    """The layout of the file of ``shard`` of a page; a ValueError if there is no such shard."""
     check_shard(shard)
     units = page_units.units_of(table, shard)
     used = _SEGMENTS_AT + page_units.PACKED_SEGMENT.size * len(table.segments) + 8 * len(units)
@@ -88,7 +88,7 @@ def file_layout(table: SegmentTable, shard: Shard) -> FileLayout:
 def pack_header(
     target: memoryview, name: PageName, writer: bytes, layout: FileLayout, digests: Sequence[int]
 ) -> None:
-    """Write a header into ``target`` (``header_bytes``); ``digests`` are those of the units."""
+    """Write a header into ``target`` (``header_bytes``); ``digests``: the xxh3-64 of all units."""
     namespace, key, shard = name
     table = layout.table
     sizes = (layout.payload_bytes, table.page_bytes)
@@ -115,7 +115,7 @@ def parse_header(data: memoryview) -> Header:
     try:
         check_shard(shard)
         table = _table(header[_SEGMENTS_AT:end])
-        # Counted before they are made: a writer may mean billions of them.
+        # Counted before ``file_layout`` lists the units: a sound header may claim billions.
         units = sum(s.pieces * max(1, s.groups // shards) for s in table.segments)
         digests = struct.unpack_from(f"<{unit_count}Q", header, end)
         if units != unit_count:
@@ -127,7 +127,7 @@ def parse_header(data: memoryview) -> Header:
 
 
 def header_length(data: memoryview) -> int:
-    """Bytes that the header at the start of ``data`` (a block) claims, or a DamagedFileError."""
+    """Bytes of the header, by its start ``data``; a DamagedFileError if no page file begins so."""
     if len(data) < _PREFIX.size or bytes(data[:4]) != MAGIC:
         raise DamagedFileError("no page file (magic)")
     length = int(_PREFIX.unpack_from(data)[4])
@@ -154,12 +154,12 @@ class Run(NamedTuple):
 def runs_between(
     table: SegmentTable, shard: Shard, target: Shard, part: Eighths
 ) -> tuple[int, list[Run]]:
-    """Bytes and readings that bring ``part`` of the memory of ``target`` from a file of ``shard``.
-    A group that several files have comes from the file whose part has the first of its eighths."""
+    """Number of bytes, and runs, by which the file of ``shard`` fills ``part`` of the memory of
+    ``target``. A group in several files comes from that whose part has its first eighth."""
     layout, wanted = file_layout(table, shard), file_layout(table, target).units
-    target_offsets = {unit.page_offset: unit.payload_offset for unit in wanted}
+    target_offsets = {unit.page_offset: unit.payload_offset for unit in wanted}  # in the memory
     runs: list[Run] = []
-    total = end = 0
+    total = end = 0  # end: of the last unit taken, in the file's payload
     for number, unit in enumerate(layout.units):
         eighths = unit.eighths & target.eighths
         if not eighths & -eighths & part:  # the first of its eighths is in another file's part
@@ -169,7 +169,7 @@ def runs_between(
         _, stretches, numbers, units = runs[-1]
         end = unit.payload_offset + unit.length
         offset = target_offsets[unit.page_offset]
-        if stretches and sum(stretches[-1]) == offset:
+        if stretches and sum(stretches[-1]) == offset:  # the memory goes on, too
             start, length = stretches[-1]
             stretches[-1] = (start, length + unit.length)
         else:

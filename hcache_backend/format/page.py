@@ -89,8 +89,8 @@ RECOMPUTED = StoredLayer(())  # a layer of which nothing is stored
 
 
 def hidden_layer(tokens: int, row_bytes: int, values: int, codec: str = "none") -> StoredLayer:
-    """A layer whose hidden states are stored: ``tokens`` rows of ``values`` values, encoded. They
-    divide into eighths of the tokens; a number of tokens that does not, is one group."""
+    """A layer whose hidden states are stored: ``tokens`` rows of ``values`` values, ``row_bytes``
+    each as ``codec`` encodes them. 8 groups of tokens; or one if ``tokens`` is no multiple of 8."""
     groups = 1 if tokens % page_units.EIGHTHS else page_units.EIGHTHS
     pieces = page_units.units_per_group(tokens // groups, values)
     return StoredLayer((Segment(tokens * row_bytes, groups, pieces),), codec)
@@ -99,8 +99,8 @@ def hidden_layer(tokens: int, row_bytes: int, values: int, codec: str = "none") 
 def latent_layer(
     tokens: int, values: int, itemsize: int, codec: str = "none", unit_bytes: int | None = None
 ) -> StoredLayer:
-    """A layer whose latents are stored, of ``values`` values per token: divided as hidden states
-    are. Other arguments: as of :func:`kv_layer`."""
+    """A layer whose latents (MLA) are stored: ``values`` values of ``itemsize`` bytes per token, in
+    the groups of :func:`hidden_layer`. ``unit_bytes``: of an encoded unit; None: of its values."""
     [segment] = hidden_layer(tokens, values * itemsize, values).segments
     if unit_bytes is not None:
         segment = segment._replace(length=unit_bytes * segment.groups * segment.pieces)
@@ -108,8 +108,8 @@ def latent_layer(
 
 
 def with_index_keys(latents: StoredLayer, tokens: int, size: int) -> StoredLayer:
-    """A layer with sparse attention: its latents, and ``size`` bytes of keys of its indexer, which
-    divide as the tokens do."""
+    """The layer of ``latents`` with a second segment: ``size`` bytes of its indexer's keys, for all
+    ``tokens`` together. The keys have the same groups of tokens as hidden states."""
     [keys] = hidden_layer(tokens, size // tokens, size // tokens).segments
     return latents._replace(segments=(*latents.segments, keys))
 
@@ -233,7 +233,7 @@ class PageLayout:
     def seal(self, page: Bytes, namespace: bytes, key: bytes, writer: bytes) -> None:
         """Write the header of a page (uint8 ``[page_bytes]``) that has its positions, its token ids
         and its segments: from here on it proves itself."""
-        # Others may read these, or how the page divides: that does not change.
+        # Tokens stay, and divide() writes what is there already: other threads may read both.
         page[:TOKENS] = 0
         page[self.tables_at.stop : self.header_bytes] = 0
         page[: PREFIX.size] = np.frombuffer(self._prefix, np.uint8)
@@ -263,7 +263,7 @@ class PageLayout:
             namespace: 16 bytes the page must belong to.
             key: 32 bytes of the page's key.
             token_ids: The page's tokens as the radix tree knows them, when the caller has them.
-            segments: Look at shard and units too; not if the storage verified them.
+            segments: Check shard number and digests of units, too; False if the storage did that.
         """
         is_ours = page[: PREFIX.size].tobytes() == self._prefix
         layout = self.of_page(page) if is_ours else None

@@ -114,13 +114,13 @@ class Unit(NamedTuple):
 
 @lru_cache(maxsize=256)
 def units_of(table: SegmentTable, shard: Shard = WHOLE) -> tuple[Unit, ...]:
-    """The units in ``shard`` of a page, in the order of the page."""
+    """The units in ``shard`` of a page, in its order: of the groups of which it has an eighth."""
     units = []
     page_offset = payload_offset = 0
     for number, (length, groups, pieces) in enumerate(table.segments):
-        size = length // (groups * pieces)
+        size = length // (groups * pieces)  # bytes of a unit
         for group in range(groups):
-            eighths = Shard(group, groups).eighths
+            eighths = Shard(group, groups).eighths  # that stand for the group
             for _ in range(pieces):
                 if eighths & shard.eighths:
                     units.append(Unit(number, eighths, page_offset, payload_offset, size))
@@ -136,7 +136,7 @@ def units_per_group(tokens: int, values: int) -> int:
 
 
 def digest(pieces: Parts) -> int:
-    """The xxh3-64 of a unit whose memory is ``pieces``."""
+    """The xxh3-64 of a unit whose bytes are ``pieces``, in order."""
     if len(pieces) == 1:
         return xxhash.xxh3_64_intdigest(pieces[0])
     hasher = xxhash.xxh3_64()
@@ -157,11 +157,11 @@ class PageMemory:
         self.length = sum([part.nbytes for part in self.parts])
 
     def pieces(self, start: int, length: int) -> list[memoryview]:
-        """The memory of ``length`` bytes of the payload from ``start`` on."""
+        """Views of ``length`` bytes of the payload from ``start`` on, one of each part involved."""
         if len(self.parts) == 1:
             return [self.parts[0][start : start + length]]
         pieces, end = [], start + length
-        number = bisect_right(self._ends, start)
+        number = bisect_right(self._ends, start)  # of the part that has byte ``start``
         while start < end:
             part = self.parts[number]
             begin = start - (self._ends[number] - part.nbytes)
@@ -174,7 +174,7 @@ class PageMemory:
         return list(accumulate(part.nbytes for part in self.parts))
 
     def digests_of(self, units: Sequence[Unit]) -> tuple[int, ...]:
-        """The digests of units, as the memory is now."""
+        """The digests of ``units`` (of this shard), computed from the memory as it is now."""
         if len(self.parts) == 1:
             [part] = self.parts
             return tuple(digest([part[start : start + size]]) for _, _, _, start, size in units)

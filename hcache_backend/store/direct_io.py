@@ -54,11 +54,12 @@ class PageIO:
         self._ops, self.alignment, self.scratch = ops, alignment, Scratch(buffer_bytes)
 
     def write(self, fd: int, pieces: Sequence[memoryview]) -> int:
-        """Write ``pieces`` as the file ``fd``, padded to 4096 bytes; returns the bytes copied."""
+        """Write ``pieces``, one after the other, as the file ``fd``, padded with zeros to 4096
+        bytes. Returns how many bytes were copied to aligned memory first."""
         length = sum(piece.nbytes for piece in pieces)
         whole = round_up(length)
         if (division := _divide(pieces, 0, self.alignment)) is not None:
-            body, tail = division
+            body, tail = division  # only the tail is copied, and padded
             end = self.scratch.end[: whole - length + len(tail)]
             end[: len(tail)], end[len(tail) :] = tail, bytes(whole - length)
             move_all(self._ops.write, fd, [*body, end] if end else body, 0, whole)
@@ -72,19 +73,20 @@ class PageIO:
         return length
 
     def read(self, fd: int, offset: int, pieces: Sequence[memoryview]) -> int:
-        """Fill ``pieces`` from ``offset`` of a long enough file on; returns the bytes copied."""
+        """Fill ``pieces``, one after the other, with the bytes of file ``fd`` from ``offset`` on;
+        it has enough. Returns how many bytes were copied from aligned memory."""
         length = sum(piece.nbytes for piece in pieces)
         if (division := _divide(pieces, offset, self.alignment)) is not None:
-            body, tail = division
+            body, tail = division  # the tail is read by way of whole blocks, and copied
             # No further than the block in which a file may end: KvikIO reads nothing past it.
-            cut = offset + length - len(tail)
+            cut = offset + length - len(tail)  # where the tail begins in the file
             end = self.scratch.end[: round_up(cut + len(tail)) - cut if tail else 0]
             move_all(self._ops.read, fd, [*body, end] if end else body, offset, length)
             tail[:] = end[: len(tail)]
             return len(tail)
         target, bounce, done = PageMemory(pieces), self.scratch.bounce, 0
         while done < length:
-            skipped = (offset + done) % BLOCK
+            skipped = (offset + done) % BLOCK  # bytes of the first block that are not wanted
             size = min(length - done, len(bounce) - skipped)
             blocks = [bounce[: round_up(skipped + size)]]
             move_all(self._ops.read, fd, blocks, offset + done - skipped, skipped + size)
@@ -95,8 +97,8 @@ class PageIO:
 
 
 def move_all(move: _Move, fd: int, pieces: Sequence[memoryview], offset: int, least: int) -> None:
-    """Read or write (``move``) at least the first ``least`` bytes of ``pieces``: a file may end
-    behind them. It had its right length a moment ago, so that less is an OSError."""
+    """Call ``move``, :meth:`.FileOps.read` or ``write``, until at least ``least`` bytes of
+    ``pieces`` are moved. The file may end behind them; if it ends before, an OSError."""
     while (done := move(fd, pieces, offset)) < least:
         if done <= 0:
             raise OSError(errno.EIO, "the file system moved too little, as of a cut file")
@@ -106,7 +108,7 @@ def move_all(move: _Move, fd: int, pieces: Sequence[memoryview], offset: int, le
 
 
 def find_alignment(ops: FileOps, dir_fd: int, name: str) -> Alignment:
-    """The demands of direct I/O in a folder, found by trying a file ``name`` there."""
+    """The demands of direct I/O in a folder, found by trying a new file ``name``; or BUFFERED."""
     room = memoryview(mmap.mmap(-1, 4 * BLOCK))
     with _unless_refused():
         fd = ops.open(name, os.O_RDWR | os.O_CREAT | os.O_DIRECT, dir_fd)
@@ -114,6 +116,7 @@ def find_alignment(ops: FileOps, dir_fd: int, name: str) -> Alignment:
             # Small demands first: every step asks for more than the one before.
             demands = ((64, 512), (512, 512), (64, BLOCK), (512, BLOCK), (BLOCK, BLOCK))
             for memory, length in demands:
+                # A block in two pieces whose addresses and lengths are just such multiples.
                 parts = [room[memory:][:length], room[2 * BLOCK + memory :][: BLOCK - length]]
                 parts = [part for part in parts if part]
                 with _unless_refused():
@@ -126,7 +129,7 @@ def find_alignment(ops: FileOps, dir_fd: int, name: str) -> Alignment:
 
 
 def reading_alignment(ops: FileOps, dir_fd: int, name: str) -> Alignment:
-    """The demands of direct reads in a folder: whole blocks, if its file ``name`` is read so."""
+    """As find_alignment, without writing: whole blocks if the file ``name`` can be read so."""
     room = memoryview(mmap.mmap(-1, BLOCK))
     with _unless_refused(), opened(ops, name, os.O_RDONLY | os.O_DIRECT, dir_fd) as fd:
         ops.read(fd, [room], 0)
@@ -136,7 +139,7 @@ def reading_alignment(ops: FileOps, dir_fd: int, name: str) -> Alignment:
 
 @contextmanager
 def _unless_refused() -> Iterator[None]:
-    """Ignore that a file system refuses direct I/O."""
+    """Leave the block without an error if a file system refuses direct I/O in it."""
     try:
         yield
     except OSError as error:
@@ -147,8 +150,8 @@ def _unless_refused() -> Iterator[None]:
 def _divide(
     pieces: Sequence[memoryview], offset: int, alignment: Alignment
 ) -> tuple[Sequence[memoryview], memoryview] | None:
-    """The part of the pieces that direct I/O takes as it lies, and the end of the last one, which
-    is shorter than a block. None: it does not take them."""
+    """The body of ``pieces``, which direct I/O takes in place, and the tail: the end of the last
+    piece, shorter than ``alignment.length``. None: other places are unaligned, so it takes none."""
     _, memory, length = alignment
     body, rest = [*pieces], pieces[-1].nbytes % length
     cut = pieces[-1].nbytes - rest
@@ -166,7 +169,7 @@ def _address(piece: memoryview) -> int:
 def _pair_pieces(
     pieces: Sequence[memoryview], flat: memoryview
 ) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
-    """Every piece, and its part of ``flat``: numpy copies without holding the interpreter lock."""
+    """Each piece, and as long a stretch of ``flat``: numpy copies without the interpreter lock."""
     end = 0
     for piece in pieces:
         begin, end = end, end + piece.nbytes

@@ -31,8 +31,7 @@ from hcache_backend.store.stats import ProblemLog, StoreStats, logger
 _LOCK_SECONDS = 5.0
 _ERRORS_IN_A_ROW = 8
 _REST_SECONDS = 5.0
-_EVICTIONS_IN_VAIN = 3
-"""Evictions in a row that were no help; then there are no more, for others may take the space."""
+_EVICTIONS_IN_VAIN = 3  # in a row; then there are no more, for others may take the space
 
 _COUNTERS = {what: f"{what}_errors" for what in ("read", "write", "sync", "evict")}
 
@@ -68,8 +67,8 @@ class Disk:
         self._problems = ProblemLog()
         self._state = threading.Lock()
         self._folder: Folder | None = None
-        self._errors_in_a_row = [0, 0]  # of reading and of writing; likewise:
-        self._rest_until = [0.0, 0.0]
+        self._errors_in_a_row = [0, 0]  # of reading and of writing
+        self._rest_until = [0.0, 0.0]  # of reading and of writing, in monotonic seconds
         self._index_is_broken = False
         self._device: int | None = None  # of the folder that was opened
         self._closed = False
@@ -77,11 +76,11 @@ class Disk:
         self.writers = ThreadPoolExecutor(config.io_threads, f"hcache-write-{path.name}")
         self.dirty = False
         self._evicting = threading.Lock()
-        self._evictions = 0  # because the disk had no space...
-        self._in_vain = 0  # ...of which the last ones were no help
+        self._evictions = 0  # after writes for which the disk had no space
+        self._in_vain = 0  # number of the last evictions in a row that were no help
 
     def attach(self, *, create: bool) -> None:
-        """Open the folder; an OSError if it cannot be used."""
+        """Open the folder, or ``create`` it if it is missing; an OSError if it cannot be used."""
         is_new = not os.path.exists(self.path / store_folder.MARKER)  # noqa: PTH110  raises nothing
         descriptors = store_folder.descriptors_of_each(len(self._config.dirs))
         folder = Folder(self.path, self._ops, create=create, descriptors=descriptors)
@@ -100,7 +99,7 @@ class Disk:
             logger.debug("hcache: %s has no direct I/O; reads and writes are buffered", self.path)
 
     def is_online(self, *, writing: bool = False) -> bool:
-        """Whether it can be read, or written, now. What cannot be read is not written, either."""
+        """Whether the folder is open, and reading (``writing``: also writing) does not rest now."""
         until = max(self._rest_until) if writing else self._rest_until[False]
         return self._folder is not None and time.monotonic() >= until
 
@@ -118,14 +117,14 @@ class Disk:
             self._let_go(folder)
 
     def look_after(self) -> None:
-        """Notice that the folder vanished or came back. Called now and then; never raises."""
+        """Let go of a folder that vanished or has a broken index; open it again. Never raises."""
         if (folder := self._folder) is not None:
             if folder.is_in_place() and folder.index_file_is_gone():
                 self._index_is_broken = True
             if self._index_is_broken:
                 self.note_problem("index", "has no sound index; it is made anew")
                 try:
-                    folder.set_index_aside()
+                    folder.set_index_aside()  # then it is not in place any more
                 except OSError as error:
                     self.note_problem("index", f"keeps its index: {error}")
             if not folder.is_in_place():
@@ -152,7 +151,8 @@ class Disk:
     def note_failure(
         self, what: str, error: Exception, *, writing: bool = False, pages: int = 0
     ) -> None:
-        """Count and log that the operation ``what`` failed, a read or a write of ``pages``."""
+        """Count and log that the operation ``what``, on ``pages`` if it is one on pages, failed.
+        Many failures in a row, other than a folder away, locked or full, let the disk rest."""
         if isinstance(error, OfflineError):
             self._stats.add(pages_dropped_offline=pages)
         elif isinstance(error, LockedError):
@@ -179,10 +179,9 @@ class Disk:
         self._problems.report(kind, f"{self.path} {message}")
 
     def _come_back(self) -> None:
-        """Open the folder again, if it is there and on the right disk."""
+        """Open the folder again, or make a new one, if its disk is mounted: if the device is the
+        same as before, or if a store is there on a device that is not that of /."""
         try:
-            # Where a disk is not mounted, the device is another one, perhaps that of /. A store
-            # there is one that nobody meant; a store on any other disk may be used.
             device = store_folder.existing_part(self.path).stat().st_dev
             is_store = store_folder.is_store_folder(self.path)
             known = self._device if self._device is not None or not is_store else device
@@ -207,15 +206,13 @@ class Disk:
     def _try(
         self, work: _Work[_Result], otherwise: _Result, what: str = "use", *, writing: bool = False
     ) -> _Result:
-        """The result of ``work`` with the folder; ``otherwise`` if that is away or fails."""
+        """The result of ``work`` with the folder; ``otherwise`` if that is away or work fails."""
         try:
             with self.use(writing=writing) as folder:
                 return work(folder)
         except (OSError, sqlite3.Error) as error:
             self.note_failure(what, error, writing=writing)
             return otherwise
-
-    # ---- the index: see there; nothing is in it while the folder is away ----
 
     def coverage(self, namespace: bytes, keys: Sequence[bytes]) -> list[Eighths]:
         return self._try(lambda folder: folder.index.coverage(namespace, keys), [0] * len(keys))
@@ -239,14 +236,13 @@ class Disk:
         return self._try(lambda folder: folder.has_file(name), False)
 
     def start_reading(self, reads: Sequence[PageRead], deadline: float) -> list[Future[list[int]]]:
-        """Have threads read page files by ``deadline``; their results are the numbers of the pages
-        that came. The others are misses."""
+        """Have threads read page files by ``deadline``; results: numbers of the pages that came."""
         return self._start(self.readers, partial(self._read_all, deadline), reads)
 
     def _start(
         self, pool: Executor, work: Callable[[Iterator[_Item]], _Result], items: Sequence[_Item]
     ) -> list[Future[_Result]]:
-        """Have all threads do ``work``: each takes the next item when it has done one."""
+        """Have all threads do ``work``: each takes the next of ``items`` when it has done one."""
         remaining = iter(items)
         threads: list[Future[_Result]] = []
         for _ in items[: self._config.io_threads]:
@@ -258,16 +254,16 @@ class Disk:
         return threads
 
     def _read_all(self, deadline: float, reads: Iterator[PageRead]) -> list[int]:
-        """The work of a reading thread; see :meth:`start_reading`."""
+        """The work of a reading thread, which shares ``reads`` with others; see start_reading."""
         arrived: list[int] = []
-        payload = copied = 0
+        payload = copied = 0  # bytes
         with suppress(OfflineError), self.use() as folder:
             for read in reads:
                 if time.monotonic() > deadline or not self.is_online():
                     break
                 try:
                     size, copied_now = folder.read_page(read)
-                except FileNotFoundError:
+                except FileNotFoundError:  # its entry goes, so that the page can be written again
                     self._discard(read.entry, None)
                 except DamagedFileError as error:
                     self._discard(read.entry, error.status)
@@ -284,14 +280,14 @@ class Disk:
         return arrived
 
     def _discard(self, entry: Entry, damaged: os.stat_result | None) -> None:
-        """Take this file of a page and its entry out, if it still has the status ``damaged`` (None:
-        if it still is missing)."""
+        """Delete a page file and its entry, unless another process has replaced them: the status of
+        the file is still ``damaged``; None: the file is still missing."""
         name = entry.name
 
         def work(folder: Folder) -> None:
             with folder.lock.hold(_LOCK_SECONDS):
                 [files] = folder.index.lookup(name.namespace, [name.key])
-                is_same = entry in [known._replace(rank=entry.rank) for known in files]
+                is_same = entry in [known._replace(rank=entry.rank) for known in files]  # any rank
                 if is_same and (
                     folder.delete_page(name, damaged) if damaged else not folder.has_file(name)
                 ):
@@ -300,10 +296,10 @@ class Disk:
         self._try(work, None, writing=True)
 
     def start_writing(self, writes: Sequence[PageWrite], deadline: float) -> Writing:
-        """Have threads write shards to nameless files, the first ones if there is no room for all;
-        they start none after ``deadline``."""
+        """Have threads write shards of pages to nameless files; :meth:`finish_writing` names them.
+        If there is no room for all, the first ones that fit. None is begun after ``deadline``."""
         incoming = sum(write.entry.file_bytes for write in writes)
-        below = min(write.entry.rank for write in writes)
+        below = min(write.entry.rank for write in writes)  # only older pages may go for them
         room = self.make_room(incoming, deadline - time.monotonic(), below)
         writes = self._first_that_fit(writes, room)
         tried: list[PageWrite] = []
@@ -311,7 +307,7 @@ class Disk:
         return Writing(len(writes), tried, self._start(self.writers, work, writes))
 
     def finish_writing(self, writing: Writing, deadline: float) -> None:
-        """Make pages of the files that were written by ``deadline``, and remove later ones."""
+        """Make pages of the files written by ``deadline``; later ones go when their thread ends."""
         shards, tried, threads = writing
         wait(threads, max(deadline - time.monotonic(), 0.0))
         late = [thread for thread in threads if not (thread.done() or thread.cancel())]
@@ -325,7 +321,7 @@ class Disk:
             if thread in late:
                 thread.add_done_callback(remove_later_ones)
             elif not thread.cancelled():
-                result_of(thread)
+                result_of(thread)  # None; logs an error of the thread
         if ready := [write for write in in_time if write.file is not None]:
             self._commit(ready, deadline)
         if lost := shards - len(in_time):
@@ -345,7 +341,7 @@ class Disk:
     def _write_all(
         self, deadline: float, tried: list[PageWrite], writes: Iterator[PageWrite]
     ) -> None:
-        """The work of a writing thread; see :meth:`start_writing`."""
+        """The work of a writing thread, which shares ``writes`` and ``tried`` with others."""
         try:
             with self.use(writing=True) as folder:
                 for write in writes:
@@ -354,12 +350,12 @@ class Disk:
                     self._write(folder, write, deadline)
                     tried.append(write)
         except OfflineError as error:
-            dropped = list(writes)
+            dropped = list(writes)  # all that no thread has taken
             self.note_failure("write", error, writing=True, pages=len(dropped))
             tried += dropped
 
     def _write(self, folder: Folder, write: PageWrite, deadline: float) -> None:
-        """Write a page to a nameless file, or count why not. :meth:`_commit` names it."""
+        """Write a page to a nameless file, ``write.file``, or count why not. It is named later."""
         try:
             if not self.is_online(writing=True):
                 raise OfflineError
@@ -388,7 +384,7 @@ class Disk:
                 raise
 
     def _commit(self, writes: Sequence[PageWrite], deadline: float) -> None:
-        """Make pages of nameless files, or remove them and count why."""
+        """Make pages of written nameless files; files that do not become pages are removed."""
         try:
             with self.use(writing=True) as folder:
                 try:
@@ -398,13 +394,13 @@ class Disk:
                     self.dirty = True
                     self._stats.add(bytes_copied=sum(write.copied for write in writes))
                     for write in writes:
-                        folder.remove_nameless(write.file)
+                        folder.remove_nameless(write.file)  # None if it has its name
         except (OSError, sqlite3.Error) as error:
             lost = sum(not write.stored for write in writes)
             self.note_failure("write", error, writing=True, pages=lost)
 
     def _enter(self, folder: Folder, batch: Sequence[PageWrite], deadline: float) -> None:
-        """Make room for a batch, and name what fits."""
+        """Evict older pages until there is room for a batch; then name the first files that fit."""
         size = sum(write.entry.file_bytes for write in batch)
         below = min(write.entry.rank for write in batch)
 
@@ -413,7 +409,7 @@ class Disk:
                 with folder.lock.hold(deadline - time.monotonic(), batch=len(batch)):
                     # The files are on the disk already: only room in the quota is missing.
                     room = room_for(folder, self._config, size, on_disk=size)
-                    if room.bound is None or not tries_left:
+                    if room.bound is None or not tries_left:  # at last: as many as fit
                         self._name(folder, batch)
                         return
                 self._evict_for(folder, size, deadline - time.monotonic(), below, on_disk=size)
@@ -421,11 +417,11 @@ class Disk:
         self._with_room(folder, size, work, deadline)
 
     def _name(self, folder: Folder, writes: Sequence[PageWrite]) -> None:
-        """Enter and name the files that are no pages yet, and that fit; raises if any of them is
-        none then. The folder's lock is held."""
+        """Enter files in the index and name them, except pages that are there already, and the last
+        ones if not all fit. Raises OSError if one could not be named. The folder's lock is held."""
         batch = [write for write in writes if not write.stored]
         known = folder.index.known_names(write.entry.name for write in batch)
-        for write in batch:  # another process may have been faster
+        for write in batch:  # another process may have stored the page meanwhile
             write.stored = write.entry.name in known and folder.has_file(write.entry.name)
         fresh = [write for write in batch if not write.stored]
         self._stats.add(pages_already_stored=len(batch) - len(fresh))
@@ -448,7 +444,7 @@ class Disk:
             raise failed
 
     def _first_that_fit(self, writes: Sequence[PageWrite], room: int) -> list[PageWrite]:
-        """The first ones that fit into ``room`` bytes: without these, nobody finds later ones."""
+        """The first ones that fit into ``room`` bytes: later pages are of no use without them."""
         for number, write in enumerate(writes):
             room -= write.entry.file_bytes
             if room < 0:
@@ -461,17 +457,17 @@ class Disk:
         return self._try(lambda folder: pressure(folder, self._config), (0, 0))
 
     def make_room(self, incoming: int, seconds: float, below: int = LAST_RANK) -> int:
-        """Evict what is needed for ``incoming`` bytes, of ranks lower than ``below``. Returns how
-        many of them there is room for."""
+        """Evict pages of ranks lower than ``below`` to make room for ``incoming`` bytes. Returns
+        how many of these there is room for now."""
 
         def work(folder: Folder) -> int:
             return self._evict_for(folder, incoming, seconds, below).fits
 
-        # An error comes again, and counts, when pages are written.
+        # After an error all of them are tried: it comes again, and counts, at the write.
         return self._try(work, incoming, writing=True)
 
     def report_room(self) -> None:
-        """Pass on how full the folder is, if it is there, to :class:`StoreStats`."""
+        """Pass on to ``StoreStats.on_room`` how full the folder is; nothing if it is away."""
         with suppress(OSError, sqlite3.Error), self.use() as folder:
             stored, free = folder.index.totals().bytes, folder.ops.free_bytes(folder.root_fd)
             room = {"pages": stored, "quota": self._config.quota_bytes or 0, "free": free}
@@ -485,7 +481,8 @@ class Disk:
             logger.warning("hcache: %s can hold no page: %s", self.path, bound)
 
     def drop(self, namespace: bytes, writer: bytes | None = None) -> int:
-        """Delete the files of a namespace (b"": of all), of any writer or one; returns how many."""
+        """Delete the page files of ``namespace`` (b"": of all) that the server run ``writer`` wrote
+        (None: any run). Returns how many; 0 after an error, even if some were deleted before it."""
 
         def work(folder: Folder) -> int:
             entries = folder.index.entries(namespace)
@@ -501,17 +498,18 @@ class Disk:
 
         dropped = self._try(work, 0, writing=True)
         if self.dirty:
-            self.flush()  # or a power cut would bring back what was condemned
+            self.flush()  # otherwise a power cut could bring deleted pages back
         return dropped
 
     def _evict_after(self, folder: Folder, wanted: int, evictions: int, deadline: float) -> bool:
-        """Evict the ``wanted`` bytes that the disk refused after so many ``evictions``, unless
-        another thread has evicted since. False: evictions are no help."""
+        """A write failed because the disk was full: evict ``wanted`` bytes. ``evictions``: value of
+        ``_evictions`` before that write; if it has changed, another thread has evicted since.
+        Returns whether the caller should write again: False after evictions in vain."""
         with self._evicting:
             if self._evictions == evictions:
                 if self._in_vain >= _EVICTIONS_IN_VAIN:
                     return False
-                self._in_vain += 1
+                self._in_vain += 1  # a write that succeeds sets it to 0
                 self._evictions += 1
                 wanted = max(wanted, margin(folder.index.totals().bytes))
                 seconds = deadline - time.monotonic()
@@ -521,13 +519,14 @@ class Disk:
     def _evict_for(
         self, folder: Folder, incoming: int, seconds: float, below: int, on_disk: int = 0
     ) -> Room:
-        """Evict if there is too little room for ``incoming`` bytes; returns the room then."""
+        """If there is too little room for ``incoming`` bytes, of which ``on_disk`` are written
+        already, evict pages of ranks lower than ``below``. Returns the room afterwards."""
         room = room_for(folder, self._config, incoming, on_disk)
         if room.excess and (not room.disk_is_full or self._in_vain < _EVICTIONS_IN_VAIN):
             self._recency.save()
             evicted = evict(folder, room.excess, below, seconds, self._stats, self._problems)
             room = room_for(folder, self._config, incoming, on_disk)
-            # Others may take the space, or the file system keep it for root.
+            # Other programs may have taken the space, or the file system keeps it for root.
             if evicted and room.disk_is_full and not room.fits:
                 self._in_vain += 1
         if room.bound is not None:
@@ -548,6 +547,6 @@ def result_of(future: Future[_Result]) -> _Result | None:
     try:
         return future.result()
     except Exception:
-        # Who waits must not wait for ever; the page is a miss, or not stored.
+        # The caller goes on: the pages of this work are misses, or not stored.
         logger.exception("hcache: a job of the page store failed")
         return None

@@ -1,14 +1,13 @@
 """Which pages go when a folder is full: the ends of sequences that were used least recently.
 
 The store has a time of its own, in nanoseconds: wall time when a store is opened, or later if pages
-have higher ranks, and then as much as the machine runs. It never steps back, even if the clock
-does, so a later use has a later time, in every process that has the folders open.
+have higher ranks, and then as much as the machine runs. It never steps back, in any process.
 
 A page is of use only with every page before it in its sequence, so a use counts for a sequence from
 its first page on. The *last use* of page ``i``, its rank in the index, is the time (epoch) of that
 use minus ``i``; times never rise along a sequence. So the lowest ranks of every folder are those of
-ends of sequences, and one sequence is gone before the next one loses a page. Tensor-parallel ranks
-that store their shards of a page at one time give them different epochs; a use makes them one.
+ends of sequences, and one sequence is gone before the next one loses a page. Ranks that store their
+shards of a page at one time give them different epochs; a use makes them one.
 
 A window or a state stands for all tokens before it, so a use counts for the last ones alone. States
 at which no hit ends go before the pages around them.
@@ -58,9 +57,9 @@ class Recency:
     def __init__(self, disks: Sequence[Ranked]) -> None:
         self._disks = disks
         self._lock, self._saving = threading.Lock(), threading.Lock()
-        self._pending: dict[tuple[bytes, bytes], _Use] = {}
+        self._pending: dict[tuple[bytes, bytes], _Use] = {}  # by namespace and last key
         self._pending_keys = 0
-        self._ahead = 0  # of the store's time, compared with the machine's own time
+        self._ahead = 0  # nanoseconds that the store's time is ahead of time.monotonic_ns()
         self._follow(time.time_ns())
 
     def note(self, namespace: bytes, keys: Keys, first: int = 0) -> None:
@@ -71,34 +70,34 @@ class Recency:
     def note_new(
         self, namespace: bytes, prefix: Keys, keys: Keys, *, alone: bool = False
     ) -> list[int]:
-        """Pages ``keys`` after those of ``prefix`` are about to be stored, or used if they are
-        there already; returns their ranks. ``alone``: they are of use without the ``prefix``."""
+        """Pages ``keys`` behind those of ``prefix`` are about to be stored, or used if they are
+        there already. Returns their ranks. ``alone``: they are of use without the ``prefix``."""
         if alone and keys:
             first, now = len(prefix), self._now()
             self._note(namespace, [*prefix, *keys], first, now)
             return [now - number for number in range(first, first + len(keys))]
         with self._saving:
             young, now = self._young(), self._now()
-            epoch, start, used = now, 0, 0
+            epoch, start, used = now, 0, 0  # start: first page to look at; used: pages used now
             if prefix:
                 [last] = self._epochs(namespace, prefix[-1:], len(prefix) - 1)
-                if last and min(last) >= young:  # then so are those before it
+                if last and min(last) >= young:  # then the pages before it are young, too
                     epoch, start = min(epoch, *last), len(prefix)
             ranks = []
             sequence = [*prefix[start:], *keys]
             for number, epochs in enumerate(self._epochs(namespace, sequence, start), start):
-                if epochs and min(epochs) >= young:
+                if epochs and min(epochs) >= young:  # it keeps its epoch; no later page has more
                     epoch = min(epoch, *epochs)
-                elif epochs:
+                elif epochs:  # it is there, and was last used long ago
                     used = number + 1
                 if number >= len(prefix):
                     ranks.append(epoch - number)
-            if used:  # pages that are there, and were last used long ago
+            if used:
                 self._note(namespace, [*prefix, *keys][:used], 0, now)
             return ranks
 
     def save(self) -> None:
-        """Tell the index of each folder which pages were used."""
+        """Write the noted uses to the index of each folder, as higher ranks of the pages."""
         with self._saving:
             with self._lock:
                 uses, self._pending, self._pending_keys = self._pending, {}, 0
@@ -117,13 +116,14 @@ class Recency:
                 self._pending_keys += len(keys)
 
     def _raise_ranks(self, use: _Use, young: int, changes: _Changes) -> None:
-        """Enter in ``changes`` the higher ranks after a use; none if its last page is ``young``."""
+        """Enter in ``changes``, by disk, the higher ranks that a use gives to pages. A page whose
+        epoch is ``young`` or later keeps it, and pages behind it get no later one."""
         namespace, sequence, first, epoch = use
         [last] = self._epochs(namespace, sequence[-1:], len(sequence) - 1)
         if len(last) == 1 and min(last) >= young:
             return
         used = list(sequence)[first:]
-        by_disk = [disk.lookup(namespace, used) for disk in self._disks]
+        by_disk = [disk.lookup(namespace, used) for disk in self._disks]  # [disk, page]
         for number, page in enumerate(zip(*by_disk, strict=True), first):
             files = zip(changes, page, strict=True)
             entries = [(change, entry) for change, listed in files for entry in listed]
@@ -131,14 +131,14 @@ class Recency:
             if len(epochs) == 1 and min(epochs) >= young:
                 epoch = min(epoch, *epochs)
                 continue
-            newest = max(epochs, default=0)  # the shards of a page are of use together only
+            newest = max(epochs, default=0)  # all shards of a page get one epoch
             for change, entry in entries:
                 rank = max(max(epoch, newest) - number, change.get(entry.name, 0))
                 if rank > entry.rank:
                     change[entry.name] = rank
 
     def _epochs(self, namespace: bytes, keys: Keys, first: int) -> list[set[int]]:
-        """The epochs of the files of consecutive pages from page ``first`` on."""
+        """Of each page the epochs of its files; its number in the sequence is ``first`` or more."""
         epochs: list[set[int]] = [set() for _ in keys]
         for disk in self._disks:
             for i, entries in enumerate(disk.lookup(namespace, keys)):
@@ -156,7 +156,7 @@ class Recency:
     def _young(self) -> int:
         """The first epoch that is young. The store's time follows the ranks in all folders."""
         ranges = [ranks for disk in self._disks if (ranks := disk.rank_range()) is not None]
-        # Another process may be ahead.
+        # Another process may have given ranks by a later time.
         self._follow(max((last for _, last in ranges), default=0) + _MOST_PAGES)
         now = self._now()
         return now - max(0, now - min((first for first, _ in ranges), default=now)) // _YOUNG
@@ -179,8 +179,8 @@ class Room(NamedTuple):
 def room_for(
     folder: Folder, config: HCacheConfig, incoming: int, on_disk: int = 0, *, empty: bool = False
 ) -> Room:
-    """The room for ``incoming`` bytes, of which ``on_disk`` are written already. ``empty``: as if
-    the folder held no pages."""
+    """The room for ``incoming`` bytes, of which ``on_disk`` are written already, but are not in the
+    index. ``empty``: as if the folder held no pages."""
     stored = folder.index.totals().bytes
     used = 0 if empty else stored
     quota, reserve = config.quota_bytes, config.min_free_bytes
@@ -191,7 +191,7 @@ def room_for(
             f"option 'quota_bytes' allows {quota:,} bytes of page files, and with "
             f"{incoming:,} more there would be {used + incoming:,}"
         )
-    # What is free when all of it is there; without pages if they count as gone.
+    # Free bytes of the file system when all incoming bytes are there; ``empty``: and no old pages.
     free_after = folder.ops.free_bytes(folder.root_fd) + stored - used - (incoming - on_disk)
     if free_after < reserve:
         fits = min(fits, incoming - (reserve - free_after))
@@ -204,8 +204,8 @@ def room_for(
 
 
 def pressure(folder: Folder, config: HCacheConfig) -> tuple[int, int]:
-    """The rank of the page that goes next, 0 if there is room; and the bytes of all pages. Folders
-    that get pages in this order lose the pages of the lowest ranks of all of them."""
+    """The rank of the page that is evicted next, 0 if there is room for one more; and the bytes of
+    all pages. New pages go to the folder with the least of these pairs first."""
     totals = folder.index.totals()
     file_bytes = totals.bytes // max(totals.files, 1)  # of a further one, about
     quota = config.quota_bytes
@@ -218,16 +218,16 @@ def pressure(folder: Folder, config: HCacheConfig) -> tuple[int, int]:
 def evict(
     folder: Folder, wanted: int, below: int, seconds: float, stats: StoreStats, problems: ProblemLog
 ) -> bool:
-    """Delete the pages of the lowest ranks, lower than ``below``, until ``wanted`` bytes are free;
-    False if no byte was freed. The lock is held for a slice at a time, so that other servers do not
-    wait for all of it; what they evict meanwhile counts. A file that cannot be deleted stays a
-    page, and counts as used last. Files go before entries: a crash in between leaves entries
-    without file, which the next read removes."""
+    """Delete pages, lowest rank first, until ``wanted`` bytes are freed; no page of rank ``below``
+    or higher. Returns False if no byte was freed; raises LockedError if the lock is not free within
+    ``seconds``. The lock is held for a batch at a time; what other servers evict meanwhile counts.
+    A file that cannot be deleted stays a page, and counts as used last. Files go before entries: a
+    crash in between leaves entries without file, which the next read removes."""
     deadline = time.monotonic() + seconds
     target = folder.index.totals().bytes - wanted
     freed = 0
-    last: Entry | None = None
-    stuck: list[PageName] = []
+    last: Entry | None = None  # that was tried; the next batch begins after it
+    stuck: list[PageName] = []  # could not be deleted
     while freed < wanted and folder.index.totals().bytes > target:
         count = folder.lock.batch
         with folder.lock.hold(deadline - time.monotonic(), batch=count):

@@ -64,7 +64,7 @@ class FileOps:
         _give_to_owner(name, dir_fd)
 
     def spread_folders(self, fd: int) -> None:
-        """Ask the file system to put the folders in this one apart (``chattr +T``)."""
+        """Set the flag of folder ``fd`` by which ext4 puts its subfolders apart (``chattr +T``)."""
         flags = bytearray(_LONG)
         fcntl.ioctl(fd, _GET_FLAGS, flags)
         [known] = struct.unpack_from("i", flags)
@@ -119,7 +119,7 @@ def opened(ops: FileOps, name: str, flags: int, dir_fd: int) -> Iterator[int]:
 
 
 def kept_open(fd: int, stack: ExitStack) -> int:
-    """``fd``, closed with ``stack``, which ignores an error of closing it."""
+    """Close ``fd`` when ``stack`` ends, and ignore an error of that. Returns ``fd``."""
 
     def close() -> None:
         with suppress(OSError):
@@ -154,8 +154,8 @@ class FolderLock:
 
     @contextmanager
     def hold(self, seconds: float, *, batch: int = 0) -> Iterator[None]:
-        """Hold the lock; a LockedError if it was not free within ``seconds``. ``batch``: the number
-        of pages that are changed meanwhile; the time that it takes decides the next one's."""
+        """Hold the lock; a LockedError if it was not free within ``seconds``. ``batch``: number of
+        pages that the block changes. Its time decides the next one's, which pauses for others."""
         if self._fd is None:
             yield
             return

@@ -116,12 +116,12 @@ class Subfolders:
 
     @contextmanager
     def opened(self, name: str, *, make: bool = False) -> Iterator[int]:
-        """The folder ``name``; ``make`` it if it is missing, or was deleted."""
+        """The open folder ``name``; ``make`` it if it is missing, or was deleted since."""
         fd = self._known.get(name)
         if fd is not None and (not make or os.fstat(fd).st_nlink):
             yield fd
             return
-        with ExitStack() as stack:
+        with ExitStack() as stack:  # closes it again if ``most`` others stay open
             yield self._open(name, fd, make, stack)
 
     def keep_open(self, name: str) -> int:
@@ -129,7 +129,7 @@ class Subfolders:
         return self._known.get(name) or self._open(name, None, True, self._stack)
 
     def _open(self, name: str, stale: int | None, make: bool, stack: ExitStack) -> int:
-        """Open it anew, instead of a ``stale`` one, to be kept or closed with ``stack``."""
+        """Open a folder, instead of a ``stale`` (deleted) one; kept, or closed with ``stack``."""
         with self._lock:
             if (known := self._known.get(name)) is not None and known != stale:
                 return known  # another thread was faster
@@ -155,15 +155,15 @@ class Session:
     """
 
     def __init__(self, ops: FileOps, root_fd: int, lanes: int, stack: ExitStack) -> None:
-        self.token = secrets.token_hex(8)
+        self.token = secrets.token_hex(8)  # name of the folder below ``sessions``
         self._ops, self._root_fd, self._lane_count = ops, root_fd, lanes
         self._files = count()
         with opened(ops, _SESSIONS, FOLDER, root_fd) as sessions_fd:
             ops.make_folder(self.token, sessions_fd)
             self.fd = kept_open(ops.open(self.token, FOLDER, sessions_fd), stack)
-        # No other process knows this file yet, so it is free.
+        # Held until the store is closed: a session with a free lock file is one of a dead process.
         try_lock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, self.fd), stack))
-        with suppress(OSError):  # most file systems cannot be asked
+        with suppress(OSError):  # most file systems do not know the flag
             ops.spread_folders(self.fd)
         self._lanes = Subfolders(ops, self.fd, lanes, stack)
         stack.callback(self._remove)
@@ -251,7 +251,7 @@ class Folder:
         self.io = PageIO(ops, alignment, BUFFER_BYTES)
 
     def _open_session(self, stack: ExitStack, lanes: int) -> Alignment:
-        """Open the session, and make room for it: somebody else may have filled the disk."""
+        """Open the session, and try direct I/O there. A full disk loses its oldest pages."""
         while True:
             try:
                 with ExitStack() as opened:
@@ -269,8 +269,8 @@ class Folder:
                 self.index.remove(entry.name for entry in oldest)
 
     def _open_index(self, readonly: bool) -> Index:
-        """Open the index; a damaged one is replaced by a new one, unless ``readonly``."""
-        tries_left = 2  # a damaged index, and then no room for another
+        """Open or make the index; a damaged one is replaced by a new one, unless ``readonly``."""
+        tries_left = 2  # first the index may be damaged, then the disk too full for a new one
         while True:
             try:
                 if not readonly:
@@ -291,7 +291,7 @@ class Folder:
         self._open_files.close()
 
     def is_in_place(self) -> bool:
-        """Whether path and index still lead to what was opened."""
+        """Whether the path still leads to the opened folder, and that has the opened index."""
         try:
             same = os.path.samestat(self.path.stat(), os.fstat(self.root_fd))
             return same and (self.path / _INDEX).stat().st_ino == self._index_inodes[0]
@@ -299,7 +299,7 @@ class Folder:
             return False
 
     def index_file_is_gone(self) -> bool:
-        """Whether the open index has lost its file: no other process would find its entries."""
+        """Whether the file of the open index was deleted: other processes would find no entries."""
         try:
             return (self.path / _INDEX / INDEX_FILE).stat().st_ino != self._index_inodes[1]
         except OSError as error:
@@ -311,7 +311,7 @@ class Folder:
         self.index_is_partial = False
 
     def set_index_aside(self) -> None:
-        """Take a broken index away; the next opening makes a new one from the page files."""
+        """Rename the folder of a broken index: the next opening makes a new index."""
         with self.lock.hold(_OPEN_SECONDS):
             if self.is_in_place():  # otherwise another process was faster
                 _set_aside(self.ops, self.root_fd)
@@ -325,7 +325,7 @@ class Folder:
             return self.ops.list(fd)
 
     def write_page(self, write: PageWrite) -> None:
-        """Write the shard of a page to a file of the session, or leave nothing of it."""
+        """Write the shard of a page to a new file of the session; an OSError leaves no file."""
         memory, layout = write.memory, write.layout
         header = self.io.scratch.header(layout.header_bytes)
         digests = memory.digests or memory.digests_of(layout.units)
@@ -341,7 +341,7 @@ class Folder:
         write.file = file
 
     def give_name(self, write: PageWrite) -> None:
-        """Make a page file of a written file of the session."""
+        """Move the file that :meth:`write_page` wrote to its name among the pages."""
         assert write.file is not None
         name = write.entry.name
         with self.buckets.opened(name.bucket, make=True) as bucket_fd:
@@ -363,8 +363,8 @@ class Folder:
             return False
 
     def delete_page(self, name: PageName, only: os.stat_result | None = None) -> bool:
-        """Delete a page file, or ``only`` the one with that status; the lock is held. Its entry in
-        the index is the caller's. Returns False if another file has the name."""
+        """Delete a page file, if it is there; the lock is held, and the caller removes its entry.
+        ``only``: delete the file of this status; False: another file has the name by now."""
         with suppress(FileNotFoundError), self.buckets.opened(name.bucket) as bucket_fd:
             if only is not None:
                 now = self.ops.stat(name.file, bucket_fd)
@@ -372,15 +372,15 @@ class Folder:
                     return False
             try:
                 self.ops.unlink(name.file, bucket_fd)
-            except IsADirectoryError:  # it is no page, and a reader of its name would find none
+            except IsADirectoryError:  # nobody reads a page there; it goes if it is empty
                 with suppress(OSError):
                     self.ops.remove_folder(name.file, bucket_fd)
         return True
 
     def read_page(self, read: PageRead) -> tuple[int, int]:
         """Read a part of a page into its memory, and verify it. Returns its bytes, and how many of
-        them went through aligned memory. Raises a DamagedFileError if the file is not as the index
-        or its own checksums say, and a ValueError if the memory has another length."""
+        them were copied from aligned memory. Raises a DamagedFileError if the file does not agree
+        with its entry or checksums, and a ValueError if the memory has another length."""
         _, entry, part, memory = read
         shard = entry.name.shard
         with self._opened(entry.name) as fd:
@@ -402,7 +402,7 @@ class Folder:
                 raise page_file.DamagedFileError("its name is not the one in its header")
             layout = header.layout
             _check_size(fd, layout.file_bytes)
-            # Whoever set another time, before 1970 or ahead: it was not used later than now.
+            # Anybody may have set another time; a last use is neither before 1970 nor ahead.
             used = min(max(os.fstat(fd).st_mtime_ns, 0), time.time_ns())
             return Entry(name, layout.header_bytes, layout.payload_bytes, header.writer, used)
 
@@ -413,7 +413,7 @@ class Folder:
         with self.buckets.opened(name.bucket) as bucket_fd, ExitStack() as stack:
             try:
                 fd = stack.enter_context(opened(self.ops, name.file, flags, bucket_fd))
-            except OSError:
+            except OSError:  # of a link, say: then a DamagedFileError instead
                 _check_is_file(self.ops.stat(name.file, bucket_fd))
                 raise
             _check_is_file(os.fstat(fd))
@@ -446,7 +446,7 @@ def _read_header(io: PageIO, fd: int) -> page_file.Header:
 
 
 def _read_whole(io: PageIO, fd: int, entry: Entry, memory: PageMemory) -> tuple[int, int]:
-    """Read a file that has exactly the memory's shard, in one go."""
+    """Read a file that has exactly the shard of ``memory``; returns as :meth:`Folder.read_page`."""
     _check_memory(entry.payload_bytes, memory)
     data = io.scratch.header(entry.header_bytes)
     copied = io.read(fd, 0, [data, *memory.parts])
@@ -506,7 +506,7 @@ def is_store_folder(path: Path) -> bool:
 
 
 def problem_with(path: Path, ops: FileOps) -> OSError | None:
-    """Why no store can be opened in ``path`` now; None if one can. Changes nothing."""
+    """The error with which opening a store in ``path`` would fail; or None. Changes nothing."""
     try:
         if path.is_symlink() and not path.exists():
             raise FileNotFoundError(errno.ENOENT, "it is a link to nothing", str(path))
@@ -518,7 +518,7 @@ def problem_with(path: Path, ops: FileOps) -> OSError | None:
             raise OSError(errno.ENOTSUP, problem, str(path))
         with ExitStack() as stack:
             if existing == path:
-                _has_marker(path, ops, kept_open(os.open(path, FOLDER), stack))
+                _has_marker(path, ops, kept_open(os.open(path, FOLDER), stack))  # may raise
         parts = (_LOCK, _INDEX, f"{_INDEX}/{INDEX_FILE}", _PAGES, _SESSIONS)
         for part in (existing, *filter(Path.exists, map(path.joinpath, parts))):
             if not os.access(part, os.W_OK | os.R_OK | (os.X_OK if part.is_dir() else 0)):
@@ -555,7 +555,7 @@ def file_system_of(place: Path) -> str:
 
 
 def _has_marker(path: Path, ops: FileOps, root_fd: int) -> bool:
-    """Whether it is a store; False: it may become one. A NotOurFolderError if it may not."""
+    """Whether the folder is a store. False: it may become one; otherwise a NotOurFolderError."""
     names = ops.list(root_fd)
     if MARKER in names and stat.S_ISREG(ops.stat(MARKER, root_fd).st_mode):
         with opened(ops, MARKER, os.O_RDONLY, root_fd) as fd:
@@ -565,9 +565,8 @@ def _has_marker(path: Path, ops: FileOps, root_fd: int) -> bool:
                 return True
             reason = f"it has format {version}, this is format {FOLDER_FORMAT}"
             raise NotOurFolderError(errno.EINVAL, reason, str(path))
-    # A marker that a power cut tore, a first opening that was interrupted, or what is left of a
-    # store that somebody deletes, is no reason to refuse. Anything that neither a store nor an
-    # administrator's tools make is one.
+    # Allowed are a torn marker, an interrupted first opening, the rest of a deleted store, and
+    # files of an administrator's tools. Any other file is a reason to refuse.
     allowed = (f".{MARKER}.*", f".{SERVER_REPORT}.*", *_OTHERS_NAMES)
     others = sorted(name for name in names if not _is_ours(name, ops, root_fd))
     if others := [name for name in others if not any(fnmatch(name, kind) for kind in allowed)]:
@@ -579,7 +578,7 @@ def _has_marker(path: Path, ops: FileOps, root_fd: int) -> bool:
 
 
 def _is_ours(name: str, ops: FileOps, root_fd: int) -> bool:
-    """Whether a store makes what has this name, and only that is in it."""
+    """Whether a store makes a file or folder ``name``, and if it is a folder, all that is in it."""
     inside = _INSIDE.get(name)
     if inside is None:
         return any(fnmatch(name, kind) for kind in _OURS)
@@ -589,12 +588,12 @@ def _is_ours(name: str, ops: FileOps, root_fd: int) -> bool:
 
 
 def _check_marker(path: Path, ops: FileOps, root_fd: int, create: bool) -> None:
-    """Refuse a folder that is no store; with ``create``, make it one if it can become one."""
+    """Raise an OSError if the folder is no store; ``create``: write a marker, if it may be one."""
     if _has_marker(path, ops, root_fd):
         return
     if not create:
         raise FileNotFoundError(errno.ENOENT, f"there is no {MARKER}", str(path))
-    with suppress(PermissionError):  # of another user; logged at each opening
+    with suppress(PermissionError):  # another user's folder; _warn_of_others logs that
         os.fchmod(root_fd, 0o700)
     temporary = f".{MARKER}.{secrets.token_hex(4)}"
     text = json.dumps({"format": FOLDER_FORMAT, "id": secrets.token_hex(16)}).encode() + b"\n"
@@ -603,13 +602,12 @@ def _check_marker(path: Path, ops: FileOps, root_fd: int, create: bool) -> None:
             raise OSError(errno.EIO, "short write", str(path / temporary))
         os.fsync(fd)
     ops.rename(temporary, root_fd, MARKER, root_fd)
-    # No page may come to a folder without marker.
-    ops.stat(MARKER, root_fd)
+    ops.stat(MARKER, root_fd)  # raises if it is not there: then no page may be written
     os.fsync(root_fd)
 
 
 def _warn_of_others(path: Path, ops: FileOps, root_fd: int) -> None:
-    """Log who else may change what is in the store; its folders are there."""
+    """Log the first folder of the store that other users may write, or another user owns."""
     parts = [(path, os.fstat(root_fd))]
     parts += [(path / name, ops.stat(name, root_fd)) for name in _INSIDE]
     for part, status in parts:
@@ -662,7 +660,7 @@ def _boot_id() -> bytes:
 
 
 def _remove_dead_sessions(ops: FileOps, root_fd: int) -> None:
-    """Remove what killed stores left; the folder's lock is held."""
+    """Remove sessions of dead processes, with their files; the folder's lock is held."""
     with opened(ops, _SESSIONS, FOLDER, root_fd) as sessions_fd:
         for token in ops.list(sessions_fd):
             # One that cannot be removed is tried again at the next opening.
@@ -672,14 +670,14 @@ def _remove_dead_sessions(ops: FileOps, root_fd: int) -> None:
                         with opened(ops, _LOCK, os.O_RDWR, session_fd) as fd:
                             dead = try_lock(fd)
                     except FileNotFoundError:
-                        dead = True  # sessions start under the folder's lock
+                        dead = True  # a session that starts holds the folder's lock until it has it
                 if dead:
                     _remove_with_files(ops, token, sessions_fd)
 
 
 def write_sidecar(folder: Path, name: str, text: str, *, replace: bool = True) -> None:
-    """Write a file beside the pages, for its owner only; an OSError if it cannot be written.
-    Readers see all of it or none. Without ``replace``, a file of this ``name`` stays."""
+    """Write ``text`` to the file ``name`` beside the pages; only its owner may read it. Readers see
+    all of it or none. ``replace`` False: an old file of this name stays. May raise OSError."""
     temporary = folder / f".{name}.{secrets.token_hex(4)}"
     try:
         temporary.touch(mode=0o600)

@@ -3,7 +3,7 @@
 It is an SQLite database with a rollback journal that any number of processes open at once. WAL mode
 would map a file into memory, and a disk without room for it would end the process (SIGBUS). All
 changes are made by the holder of the folder's lock; a look-up waits while one is committed. It can
-be rebuilt from the page files at any time: what no store writes raises a DamagedIndexError.
+be rebuilt from the page files: what no store writes raises a DamagedIndexError.
 
 - ``pages``: namespace + key -> one record of 32 bytes for every shard in this folder.
 - ``recency``: last use (8 bytes, big-endian) + namespace + key + shard.
@@ -39,7 +39,7 @@ _RECORD = struct.Struct("<BBHI8sQQ")
 _RANK = struct.Struct(">Q")
 _TOTALS = struct.Struct("<QQ")
 _NAME_BYTES = NAMESPACE_BYTES + KEY_BYTES
-_SHARE_COUNT = 1  # its position in a record
+_SHARD_COUNT_AT = 1  # byte of a record
 
 LAST_RANK = 2**63 - 1  # the year 2262
 _TABLES = {
@@ -128,7 +128,7 @@ class Index:
         self._idle: SimpleQueue[sqlite3.Connection] = SimpleQueue()
         try:
             self._writer = None if readonly else self._open_to_write()
-            # All at once: SQLite keeps the descriptors of those that are closed meanwhile.
+            # All at once: SQLite keeps the descriptors of connections closed while others are open.
             for _ in range(1 if readonly else _READERS):
                 self._idle.put(self._connect("ro" if readonly else "rw", _LOOK_SECONDS))
             tables = {sql for (sql,) in self._rows("SELECT sql FROM sqlite_master")}
@@ -139,18 +139,18 @@ class Index:
                     connection.execute("DELETE FROM meta WHERE name = ''")  # tries to write
             if tables != _TABLES and (tables or readonly):
                 raise DamagedIndexError(f"its tables are {tables}")
-            self.totals(), self.rank_range(), self.meta("complete"), self.meta("boot")
+            self.totals(), self.rank_range(), self.meta("complete"), self.meta("boot")  # checks
         except BaseException:
             self.close()
             raise
 
     def coverage(self, namespace: bytes, keys: Sequence[bytes]) -> list[Eighths]:
-        """The part of every page that the files in this folder have together."""
+        """Of every page the eighths that its files in this folder have together, as a mask."""
         pages = [namespace + key for key in keys]
         by_page = self._records(pages)
-        # Most pages have one file, of the whole page: no function is called for those.
+        # Most pages have one file, with 1 shard by its record: no function is called for those.
         return [
-            ALL_EIGHTHS if records and records[_SHARE_COUNT] == 1 else _eighths(page, records)
+            ALL_EIGHTHS if records and records[_SHARD_COUNT_AT] == 1 else _eighths(page, records)
             for page in pages
             for records in [by_page.get(page, b"")]
         ]
@@ -166,8 +166,8 @@ class Index:
         return {entry.name for entries in files.values() for entry in entries} & wanted
 
     def entries(self, namespace: bytes = b"") -> Iterator[Entry]:
-        """All entries of a namespace (of all namespaces), perhaps without those that come now."""
-        page = namespace
+        """All entries of a namespace (b"": of all), perhaps without those inserted meanwhile."""
+        page = namespace  # the last one that was read; the next slice begins after it
         while rows := _from_hex(self._rows(_NEXT, page, _AT_A_TIME, seconds=_WAIT_SECONDS)):
             for row in rows:
                 page = row[:_NAME_BYTES]
@@ -176,8 +176,8 @@ class Index:
                 yield from _unpack(page, row[_NAME_BYTES:])
 
     def oldest(self, count: int, after: Entry | None = None) -> list[Entry]:
-        """The ``count`` entries of the lowest ranks, lowest first; only those ``after`` an entry,
-        which need not be there any more. The folder's lock is held."""
+        """The ``count`` entries of the lowest ranks, lowest first. ``after``: only those that
+        follow this entry in that order; it may be gone. The folder's lock is held."""
         marks = sorted(_from_hex(self._rows(_OLDEST, _mark(after) if after else b"", count)))
         files = self._files([_unmark(mark)[1] for mark in marks])
         entries = {_mark(entry): entry for of_page in files.values() for entry in of_page}
@@ -197,7 +197,7 @@ class Index:
         return next((value for (value,) in self._rows(_META, name)), None)
 
     def insert(self, entries: Iterable[Entry]) -> None:
-        """Add entries, or replace those of their shards."""
+        """Add entries. An entry of the same page and shard is replaced."""
         new: Files = {}
         for entry in entries:
             new.setdefault(entry.name.page, []).append(entry)
@@ -216,7 +216,7 @@ class Index:
         return -self._change(pages, lambda _, files: [e for e in files if e.name not in gone])
 
     def raise_ranks(self, ranks: Mapping[PageName, int]) -> None:
-        """Give entries later last uses; names without entry are ignored."""
+        """Give entries later last uses, by name; names without entry are ignored."""
 
         def change(_: bytes, files: list[Entry]) -> list[Entry]:
             new = [max(entry.rank, ranks.get(entry.name, 0)) for entry in files]
@@ -230,10 +230,10 @@ class Index:
 
     def check(self) -> list[str]:
         """The inconsistencies inside the index; empty if it is sound. It is read in slices, so that
-        changes wait for none of it; if any comes meanwhile, only malformed entries are found."""
+        changes do not wait. If there is a change meanwhile, only malformed entries are found."""
         problems: list[str] = []
-        page, mark = b"", b""
-        entries = size = marks = digests = 0  # digests: XOR of those of all entries and marks
+        page, mark = b"", b""  # the last ones that were read
+        entries = size = marks = digests = 0  # digests: XOR over all entries and marks; 0: alike
         with self._reading(_WAIT_SECONDS) as connection:
             version = connection.execute("PRAGMA data_version").fetchall()
             while rows := connection.execute(_PAGES, (page,)).fetchall():
@@ -264,7 +264,7 @@ class Index:
 
     @contextmanager
     def _reading(self, seconds: float = _LOOK_SECONDS) -> Iterator[sqlite3.Connection]:
-        """A connection that no other thread uses meanwhile; it waits ``seconds`` for a commit."""
+        """A connection to read with, for this thread alone; it waits ``seconds`` for a commit."""
         connection = self._idle.get()
         try:
             connection.execute(f"PRAGMA busy_timeout = {1000 * seconds:.0f}")
@@ -286,8 +286,8 @@ class Index:
     def _change(
         self, pages: Collection[bytes], change: Callable[[bytes, list[Entry]], list[Entry]]
     ) -> int:
-        """Replace the entries of ``pages``, and their marks, by what ``change`` makes of a page and
-        its entries. Returns the bytes by which their files grow."""
+        """Replace the entries of each of ``pages`` by ``change(page, entries)``, and update recency
+        and totals. Returns the bytes of files of new entries less those of removed ones."""
         with self._transaction() as connection:
             records = _find(connection, list(pages))
             before = {page: _unpack(page, records.get(page, b"")) for page in pages}
@@ -320,7 +320,7 @@ class Index:
             yield connection
             self._ops.commit(connection)
         except sqlite3.OperationalError as error:
-            # Damage can say "read only"; and a deleted index is none to write.
+            # SQLite reports a damaged or deleted file as "read only", too.
             if _code(error) == sqlite3.SQLITE_READONLY and os.access(self._path.parent, os.W_OK):
                 raise DamagedIndexError(f"{error}, which its file is not") from error
             raise
@@ -351,7 +351,7 @@ class Index:
             # Not by SQLite, which would let other users read it.
             self._ops.close(self._ops.open(INDEX_FILE, flags, folder_fd))
         connection = self._connect("rw", _WAIT_SECONDS)
-        # An earlier version's is in WAL mode; who has it alone needs no file in memory.
+        # The index of an earlier version is in WAL mode. EXCLUSIVE: reads it without shared memory.
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
         [(journal_mode,)] = connection.execute("PRAGMA journal_mode")
         connection.execute("PRAGMA journal_mode = PERSIST")
@@ -360,8 +360,8 @@ class Index:
                 if isinstance(totals, bytes):
                     _set_totals(connection, totals)
         connection.execute("PRAGMA locking_mode = NORMAL")
-        connection.execute("SELECT count(*) FROM sqlite_master")  # lets the lock go
-        # Less, and a power cut may undo half a change.
+        connection.execute("SELECT count(*) FROM sqlite_master")  # releases the exclusive lock
+        # With less than FULL a power cut may undo half a change.
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute(f"PRAGMA journal_size_limit = {_JOURNAL_BYTES}")
         return connection
@@ -390,7 +390,7 @@ def _find(connection: sqlite3.Connection, pages: Sequence[bytes]) -> dict[bytes,
 
 
 def _from_hex(rows: list[tuple[str | None]]) -> list[bytes]:
-    """The values in the only row of a statement: hexadecimal digits with commas between them."""
+    """The values in the only row of a ``group_concat(hex(...))``, with commas between them."""
     [(listed,)] = rows
     return list(map(bytes.fromhex, listed.split(","))) if listed else []
 
@@ -398,8 +398,8 @@ def _from_hex(rows: list[tuple[str | None]]) -> list[bytes]:
 def _execute(
     connection: sqlite3.Connection, start: str, row: str, rows: Sequence[Sequence[bytes]]
 ) -> None:
-    """Run a statement that ends in a list of ``rows``, a limited number at a time. ``row`` has the
-    placeholders of one."""
+    """Run the statement ``start``, followed by a list of ``rows`` (values of each), for a limited
+    number of rows at a time. ``row``: placeholders of one row; "?": of a list in parentheses."""
     for begin in range(0, len(rows), _AT_A_TIME):
         batch = rows[begin : begin + _AT_A_TIME]
         listed = ", ".join([row] * len(batch))
@@ -452,7 +452,7 @@ def _mark(entry: Entry) -> bytes:
 
 
 def _unmark(mark: object) -> tuple[int, bytes]:
-    """The rank, and namespace and key, of a mark in ``recency``."""
+    """Rank, and namespace + key, of a mark in ``recency``; a DamagedIndexError if it is none."""
     if isinstance(mark, bytes) and len(mark) == _RANK.size + _NAME_BYTES + len(bytes(Shard(0, 1))):
         [rank] = _RANK.unpack_from(mark)
         if rank <= LAST_RANK:

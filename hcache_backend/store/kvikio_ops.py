@@ -25,7 +25,7 @@ class KvikioState(NamedTuple):
 
 
 def kvikio_state() -> KvikioState:
-    """Find the state by a read with KvikIO."""
+    """How KvikIO reads files on this machine, found by a read with it, and why so."""
     if find_spec("kvikio") is None:
         return KvikioState("nothing", "it is not installed")
     try:
@@ -76,15 +76,15 @@ class KvikioFileOps(FileOps):
             options.set("num_threads", threads)
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Read all of ``buffers``, returns their bytes; a file that ends before is an OSError."""
+        """Fill all of ``buffers``; returns their bytes. A file that ends before is an OSError."""
         position = offset
         try:
-            # The path leads to the open file itself, whatever its name is now. To open it takes 10
-            # us, and a page is one reading or two: not worth keeping it open.
+            # KvikIO takes paths: this one leads to the open file, whatever its name is now. Opening
+            # it takes 10 us, for a page once or twice.
             with self._open(f"/proc/self/fd/{fd}", "r") as file, ExitStack() as reads:
                 for buffer in buffers:
-                    # One task each: before 26.10 KvikIO reports the first task that fails while
-                    # others still write. Until all are done, the memory is not the caller's.
+                    # One task for each buffer: before 26.10 KvikIO raises for the first task that
+                    # fails, while others still write. ``reads`` waits for the tasks of all buffers.
                     size = task_size = buffer.nbytes
                     reads.callback(file.pread(buffer, size, position, task_size).get)
                     position += size
@@ -94,7 +94,7 @@ class KvikioFileOps(FileOps):
 
 
 def best_file_ops(config: HCacheConfig) -> FileOps:
-    """The file operations for option ``reader``, or those for ``posix``, with a line in the log."""
+    """The file operations for option ``reader``; those of ``posix`` if KvikIO does not work."""
     if config.reader == "kvikio":
         mode, why = kvikio_state()
         if mode != "nothing":

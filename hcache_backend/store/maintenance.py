@@ -1,8 +1,7 @@
 """Maintenance of a folder: syncs, its return, and recovery: page files against the index.
 
 The index lacks files if it was lost, and perhaps after the machine went down: its last commit may
-then be undone. Recovery goes on beside live stores, which see adopted pages appear. It raises
-OSError or sqlite3.Error for a folder or an index that cannot be used.
+then be undone. Recovery goes on beside live stores. It raises OSError or sqlite3.Error.
 """
 
 import mmap
@@ -30,7 +29,7 @@ _RECENCY_SECONDS = 5.0
 
 
 def maintain(disk: Disk, recency: Recency, config: HCacheConfig, stopping: threading.Event) -> None:
-    """Maintain ``disk``, and save ``recency``, until ``stopping`` is set: a thread's work."""
+    """A thread's work until ``stopping``: look after ``disk``, sync it, save the last uses."""
     next_save = time.monotonic()
     while not stopping.wait(_PAUSE_SECONDS):
         try:
@@ -48,7 +47,7 @@ def maintain(disk: Disk, recency: Recency, config: HCacheConfig, stopping: threa
 
 
 def _recover(disk: Disk, stopping: threading.Event) -> None:
-    """Complete the index, if it may lack files. A folder that fails is tried again later."""
+    """Enter unknown page files in the index, if it may lack some; an error is tried again later."""
     try:
         with disk.use() as folder:
             if not folder.index_is_partial:
@@ -95,9 +94,9 @@ def find_unknown_files(
     stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, buckets: None,
 ) -> Unknown:
-    """Look for files that the index does not know, up to the first bucket at which ``stop``.
-    ``adopt``: enter the sound ones, with their time of writing as last use. Headers are verified
-    here, payloads when they are read. ``progress`` gets the number of buckets done, and of all."""
+    """Look for files that the index does not know, bucket by bucket, until ``stop()``. ``adopt``:
+    enter the sound ones, with their time of writing as last use. Headers are verified here,
+    payloads when pages are read. ``progress`` gets the numbers of buckets done, and of all."""
     result = Unknown()
     buckets = folder.bucket_names()
     for done, bucket in enumerate(buckets, start=1):
@@ -120,7 +119,7 @@ def find_unknown_files(
                 if adopt:
                     folder.index.insert(entries)
                     result.adopted += len(entries)
-                else:  # without the lock, a page may have been stored meanwhile
+                else:  # a page may have been stored since the index was read
                     known = folder.index.known_names(entry.name for entry in entries)
                     result.pages += [e.name for e in entries if e.name not in known]
         progress(done, len(buckets))
@@ -133,9 +132,9 @@ def verify_folder(
     repair: bool = False,
     progress: Callable[[int, int], None] = lambda done, pages: None,
 ) -> Findings:
-    """Read and verify every page file of a folder. ``repair``: delete damaged files and entries
-    without file; not if read-only. Unknown files are entered by a rebuild, or deleted here if they
-    are damaged. ``progress`` is called with the numbers of pages that are done, and of all."""
+    """Read and verify the index and every page file of a folder. ``repair``: delete damaged files,
+    known or unknown, and entries without file; the folder must not be open read-only. Unknown sound
+    files stay: a rebuild enters them. ``progress`` gets the numbers of pages done, and of all."""
     findings = Findings(index=folder.index.check())
     total = folder.index.totals().files
     for done, entry in enumerate(folder.index.entries(), start=1):
@@ -157,13 +156,13 @@ def verify_folder(
 
 
 def _verify_entry(folder: Folder, entry: Entry, findings: Findings, repair: bool) -> None:
-    """Read a page file; count it in ``findings``, or enter its problem there and ``repair`` it."""
+    """Verify a page file: count it in ``findings``, or its problem; ``repair`` deletes the page."""
     name = entry.name
     path = f"{name.bucket}/{name.file}"
     payload = memoryview(mmap.mmap(-1, max(entry.payload_bytes, 1)))[: entry.payload_bytes]
     memory = PageMemory([payload], name.shard)
     try:
-        folder.read_page(PageRead(0, entry, name.shard.eighths, memory))
+        folder.read_page(PageRead(0, entry, name.shard.eighths, memory))  # 0: any number
     except (DamagedFileError, OSError) as error:
         if name not in folder.index.known_names([name]):
             return  # a live server has evicted the page meanwhile

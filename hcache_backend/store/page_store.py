@@ -73,10 +73,11 @@ class PageStore:
             self._maintenance[-1].start()
 
     def exists(self, namespace: bytes, keys: Keys, *, shard: Shard = WHOLE) -> list[bool]:
-        """Whether the shard of each page is there, in files of any shards, damaged or not."""
+        """Of each page whether ``shard`` of it can be read from the files in all folders together,
+        which may be of other shards. Only the index is read: a file may be damaged."""
         keys = list(keys)
         check_names(namespace, keys, shard)
-        wanted, (first, *others) = shard.eighths, self.disks
+        wanted, (first, *others) = shard.eighths, self.disks  # missing: eighths of each page
         missing = [wanted & ~part for part in first.coverage(namespace, keys)]
         for disk in others:
             numbers = [number for number, part in enumerate(missing) if part]
@@ -128,7 +129,7 @@ class PageStore:
             raise ValueError(f"shard {shard.number} of {shard.of} without a table of the page")
         ranks = self._recency.note_new(namespace, prefix, keys, alone=alone)
         covers = self._cover(namespace, keys, shard.eighths, on_disk=True)
-        stored = [bool(files) for files in covers]
+        stored = [bool(files) for files in covers]  # by page
         self.stats.add(pages_already_stored=sum(stored))
         work = []
         for number, (key, parts, rank) in enumerate(zip(keys, pages, ranks, strict=True)):
@@ -153,14 +154,14 @@ class PageStore:
         return stored
 
     def _write(self, work: Sequence[PageWrite], deadline: float) -> None:
-        """Write pages to all folders at once, neighbours to different ones. A group of pages is
-        written while the one before it gets its entries and names."""
+        """Write pages to all folders at once, neighbours to different ones, until ``deadline``. A
+        group of pages is written to files while the group before it gets its entries and names."""
         disks = [disk for disk in self.disks if disk.is_online(writing=True)]
         if not disks:
             self.stats.add(pages_dropped_offline=len(work))
         previous: list[tuple[Disk, Writing]] = []
         largest = max((write.memory.length for write in work), default=1)
-        size = max(1, _GROUP_BYTES * len(disks) // largest)
+        size = max(1, _GROUP_BYTES * len(disks) // largest)  # pages of a group
         for first in range(0, len(work) + size, size):  # an empty group finishes the last one
             group, current = work[first : first + size], []
             if group:
@@ -176,8 +177,8 @@ class PageStore:
     def get(
         self, namespace: bytes, keys: Keys, pages: Sequence[Parts], *, shard: Shard = WHOLE
     ) -> list[bool]:
-        """Read a shard of pages, from files of any shards, to the memory of its payload. False is a
-        miss; the memory of that page then holds anything. See :meth:`put`."""
+        """Read ``shard`` of each page, from files of any shards, to ``pages``, the memory of its
+        payload. False is a miss; then the memory of the page holds anything. See :meth:`put`."""
         keys = list(keys)
         check_names(namespace, keys, shard)
         if len(pages) != len(keys):
@@ -191,9 +192,9 @@ class PageStore:
         deadline = time.monotonic() + READ_SECONDS
         reading = [disk.start_reading(of_disk, deadline) for disk, of_disk in reads.items()]
         wait(chain(*reading), READ_SECONDS)
-        arrived: Counter[int] = Counter()  # files of each page
+        arrived: Counter[int] = Counter()  # number of files read, by number of the page
         for future in chain(*reading):
-            # A reading that has begun is waited for: until then it may write the memory.
+            # A reading that has begun is waited for, because it may write the memory.
             if not future.cancel():
                 arrived.update(result_of(future) or ())
         hits = [0 < len(files) == arrived[number] for number, files in enumerate(covers)]
@@ -222,7 +223,7 @@ class PageStore:
         return all(flushed)
 
     def close(self) -> None:
-        """Release what the store holds; calling it again does nothing."""
+        """Save last uses, sync if options want it, and close the folders; a second call is none."""
         if self._stopping.is_set():
             return
         self._stopping.set()
@@ -252,9 +253,9 @@ class PageStore:
     def _cover(
         self, namespace: bytes, keys: Keys, part: Eighths, *, on_disk: bool = False
     ) -> list[list[tuple[Disk, Entry, Eighths]]]:
-        """The files that together have ``part`` of each page, and the part that each brings. No
-        files if some of it is missing; ``on_disk``: or only its entry is there. Large shards come
-        before small ones."""
+        """Of each page the files that together have its eighths ``part``, each with its disk, its
+        entry and the eighths that it brings. An empty list if some of ``part`` is missing.
+        ``on_disk``: entries without a file do not count. Files of large shards come first."""
         missing = [part] * len(keys)
         covers: list[list[tuple[Disk, Entry, Eighths]]] = [[] for _ in keys]
         for disk in self.disks:

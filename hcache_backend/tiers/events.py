@@ -28,8 +28,8 @@ class L3Events:
     def note_stored(
         self, keys: Sequence[str], present: Sequence[bool], prefix: Sequence[str], token_ids: Any
     ) -> None:
-        """Pages ``keys`` with ``token_ids`` were written behind those of ``prefix``; L3 has those
-        that are ``present`` now."""
+        """Pages ``keys`` with ``token_ids`` (of all of them) were written; they follow the pages
+        ``prefix``. Adds an event for each run of pages that L3 has now (``present``, by page)."""
         hashes = [hash_str_to_int64(key) for key in keys]
         parent = hash_str_to_int64(prefix[-1]) if prefix else None
         present_numbers = [number for number, is_present in enumerate(present) if is_present]

@@ -1,6 +1,5 @@
-"""Pages of one of SGLang's host pools, as the store sees them: in place, or by way of a copy if a
-pool has no addresses to offer. Own pages describe themselves; others are named by pool, layout and
-rank."""
+"""Pages of one of SGLang's host pools, in place, or by way of a copy if a pool has no addresses to
+offer. Own pages describe themselves; others are named by pool, layout and rank."""
 
 from __future__ import annotations
 
@@ -74,7 +73,7 @@ class PoolPages:
         self._access: Literal["in place", "copy", "none"] = "in place"
 
     def fields(self, part: int) -> dict[str, object]:
-        """Fields of the namespace of plain KV pages, or of their part number ``part``."""
+        """Fields of the namespace of part ``part`` of plain KV pages: form, ``[rank, size]``..."""
         pool, config = self.host_pool, self._config
         rank: dict[str, object] = {"pp": [config.pp_rank, config.pp_size]}
         if config.attn_cp_size > 1:
@@ -98,7 +97,7 @@ class PoolPages:
         }
 
     def ranks(self) -> list[dict[str, object]]:
-        """Of each rank of the server, the :meth:`fields` that tell its pages from other ranks'."""
+        """Of each rank of the server the :meth:`fields` that tell its pages from other ranks'."""
         fields: dict[str, Any] = {**self.fields(0)}
         names = [name for name in ("pp", "cp", "dcp", "tp") if name in fields]
         values = ([[n, fields[name][1]] for n in range(fields[name][1])] for name in names)
@@ -111,7 +110,8 @@ class PoolPages:
         return [layout.unit_digests(np.frombuffer(page, np.uint8)) for [page] in pages]
 
     def memory(self, host_indices: torch.Tensor, pages: int, *, read: bool) -> PoolMemory | None:
-        """Memory of ``pages`` pages, to ``read`` into or to write; None: SGLang cannot store it."""
+        """Memory of ``pages`` pages, to ``read`` into or to write: the pool's own, or a copy, which
+        ``finish`` takes back to the pool after a read. None: the pool offers neither."""
         in_place = self._in_place(host_indices, pages)
         if in_place is not None or self._access == "none":
             return in_place
@@ -122,15 +122,15 @@ class PoolPages:
         copies = [pool.get_dummy_flat_data_page() if read else pool.get_data_page(i) for i in first]
         flat = [copy.contiguous().reshape(-1).view(torch.uint8).numpy() for copy in copies]
 
-        def finish(arrived: Sequence[bool]) -> None:
+        def copy_to_pool(arrived: Sequence[bool]) -> None:
             for index, copy, ok in zip(first, copies, arrived, strict=True):
                 if ok:
                     pool.set_from_flat_data_page(index, copy)
 
-        return PoolMemory([[[memoryview(data).cast("B")] for data in flat]], finish)
+        return PoolMemory([[[memoryview(data).cast("B")] for data in flat]], copy_to_pool)
 
     def _in_place(self, host_indices: torch.Tensor, pages: int) -> PoolMemory | None:
-        """The pages in place. None: the pool has no addresses to offer, which it is asked once."""
+        """Views of the pool's own memory; None: it offers no addresses, as the first call finds."""
         pool = self.host_pool
         if self._access != "in place":
             return None
@@ -140,7 +140,7 @@ class PoolPages:
             if self.parts > 1:
                 spans = pool.get_split_heads_page_buffer_meta(host_indices, self.parts)
             else:
-                spans = pool.get_page_buffer_meta(host_indices)
+                spans = pool.get_page_buffer_meta(host_indices)  # addresses, sizes, page by page
         except (ValueError, NotImplementedError) as error:
             try:
                 pool.get_dummy_flat_data_page()

@@ -74,8 +74,8 @@ class SharedBackend:
         self._in_place = type(backend).batch_get_v1 is not HiCacheStorage.batch_get_v1
 
     def use_memory(self, most_bytes: int, value_bytes: int, pieces: int) -> None:
-        """Make memory of ``most_bytes``, at least two rows. A value has ``pieces`` pieces of equal
-        length; direct I/O needs whole blocks."""
+        """Make memory of ``most_bytes``, an even number of rows of a value each. A value has
+        ``pieces`` pieces of equal length; direct I/O needs whole blocks."""
         length = -(-value_bytes // (pieces * _BLOCK)) * pieces * _BLOCK
         pool = RowPool(2 * max(1, most_bytes // 2 // length), length, pieces)
         self.memory = pool.kv_buffer
@@ -86,7 +86,7 @@ class SharedBackend:
         return min(len(names), int(self._backend.batch_exists(list(names))))
 
     def get(self, names: Sequence[str], rows: Sequence[int]) -> list[bool]:
-        """Read values into ``rows``; False is a miss, with any bytes in its row."""
+        """Read values into ``rows`` of the memory. False is a miss, with any bytes in its row."""
         if self._in_place:
             arrived = list(self._backend.batch_get_v1(list(names), torch.tensor(rows)))
         else:
@@ -106,11 +106,11 @@ class SharedBackend:
             values = zip(names, rows, strict=True)
             return [self._backend.set(name, self.memory[row]) for name, row in values]
         stored = list(self._backend.batch_set_v1(list(names), torch.tensor(rows)))
-        pieces = len(stored) // len(names)  # NIXL tells of each one
+        pieces = len(stored) // len(names)  # NIXL returns a flag for each piece of a value
         return [all(stored[i : i + pieces]) for i in range(0, len(stored), pieces)]
 
     def close(self) -> None:
-        """A call that takes too long is given up."""
+        """Close the backend. A call that takes too long is given up; an error is logged."""
         close = getattr(self._backend, "close", None)
         try:
             if close is not None:
@@ -121,7 +121,7 @@ class SharedBackend:
 
 def make_backend(option: SharedOption, config: HiCacheStorageConfig) -> SharedBackend:
     """The backend that ``option`` names, made by SGLang for the rank of ``config``. Raises
-    ConfigError: a wrong option of its own, a missing package, a service that is silent."""
+    ConfigError if that fails or takes a minute; no value of an option is in its message."""
     backend_options = option.config.get_secret_value()
     shown = {"backend": option.backend, "config": sorted(backend_options)}
     prefix = f"hcache: option 'shared' is {shown}: "
@@ -142,14 +142,14 @@ def make_backend(option: SharedOption, config: HiCacheStorageConfig) -> SharedBa
     given_up = threading.Event()
 
     def create() -> SharedBackend:
-        if option.backend == "file" and folder:  # SGLang's fails if two ranks make it at once
+        if option.backend == "file" and folder:  # SGLang's code fails if two ranks make it at once
             Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
             if Path(folder).stat().st_mode & 0o007:  # files have the modes that SGLang gives them
                 open_to_all = "other users can enter %s, and read what users wrote: chmod o= it"
                 logger.warning(f"hcache: the shared L3: {open_to_all}", folder)
         backend = StorageBackendFactory.create_backend(option.backend, rank_config, None)
         shared = SharedBackend(backend, option)
-        if given_up.is_set():
+        if given_up.is_set():  # nobody waits for it any more
             shared.close()
         return shared
 
@@ -158,7 +158,7 @@ def make_backend(option: SharedOption, config: HiCacheStorageConfig) -> SharedBa
     except GivenUp as error:
         given_up.set()
         raise ConfigError(f"{prefix}it {error}") from None
-    except Exception as error:  # which quotes what it does not like
+    except Exception as error:  # its message may quote the value of an option
         message = f"{type(error).__name__}: {error}"
         for value in backend_options.values():
             message = message.replace(value, "***") if value and isinstance(value, str) else message
@@ -225,7 +225,7 @@ class BoundedCalls:
                     future.set_result(work())
                 except Exception as error:
                     future.set_exception(error)
-            del call, future, work  # and with them pages that wait no longer
+            del call, future, work  # they may hold the memory of pages
 
 
 def copy_page(row: Bytes, page: Parts) -> Parts:

@@ -118,11 +118,12 @@ class HCacheStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: _Extra = None,
     ) -> PoolTransferResult:
+        """How many pages of a prompt can be restored: of K and V, and what other pools need."""
         pages = _count_leading(self._exists(keys))
         hits: dict[str, int] = {PoolName.KV: pages} if pages else {}
         restorable = list(range(1, pages + 1))
         for transfer in pool_transfers or []:
-            if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+            if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:  # a window or a state
                 self._windows[transfer.name] = max(1, len(transfer.keys or ()))
             lengths = _usable_lengths(self._exists(keys[:pages], transfer.name), transfer)
             if lengths:
@@ -158,8 +159,8 @@ class HCacheStorage(HiCacheStorage):
         return count
 
     def use(self, keys: Sequence[str]) -> None:
-        """A request uses the pages ``keys`` of its prompt, from the first one on, in any tier: L3
-        sees no uses in L1 or L2. Any thread; never waits, and takes as long for any prompt."""
+        """A request uses the pages ``keys`` of its prompt, in any tier: L3 sees no uses in L1 or
+        L2. Of pools with a window the last pages count. Any thread; never waits."""
         with _catching("use"):
             for pool in list(self._pools):
                 first = max(0, len(keys) - self._windows.get(pool, len(keys)))
@@ -167,8 +168,8 @@ class HCacheStorage(HiCacheStorage):
                     self._tier.local.store.use(namespace, PageKeys(keys), first)
 
     def reaches(self, operation: Any) -> bool:
-        """True if look-ups reach a node that HiCache is about to write, in its thread: L3 has all
-        pages before it. A shared tier may have those that the page store lacks."""
+        """True if look-ups reach the node of a backup ``operation``: L3 has all pages before it, or
+        a shared tier may have them. HiCache's thread that writes."""
         if not self.backups.enabled or self._tier.shares or not operation.prefix_keys:
             return True
         with _catching("exists"):
@@ -220,7 +221,7 @@ class HCacheStorage(HiCacheStorage):
             self._tier.close()
 
     def close(self) -> None:
-        """Called at detach; data stays."""
+        """Close folders and shared tier at a detach; stored pages stay."""
         if self._drop_own_pages in self._weights.on_quarantine:
             self._weights.on_quarantine.remove(self._drop_own_pages)
             self._weights.on_weights_changed.remove(self.backups.finish)
@@ -252,8 +253,8 @@ class HCacheStorage(HiCacheStorage):
                     self._tier.put(part, pieces)
 
     def _forget_damaged(self, transfer: PoolTransfer, prefix: Sequence[str]) -> None:
-        """A window or a state at the end of a hit did not come. Read those before it, the last one
-        first, up to one that is whole. The store forgets the others: the next hit ends there."""
+        """The window or state at the end of a hit did not come. Read earlier ones, the last one
+        first, until one comes: the store forgets those that do not, so the next hit ends there."""
         chain, size = [*prefix, *(transfer.keys or ())], len(transfer.keys or ())
         with _catching("get"):
             while lengths := _usable_lengths(self._exists(chain, transfer.name), transfer):
@@ -264,9 +265,9 @@ class HCacheStorage(HiCacheStorage):
                 chain = chain[: max(lengths) - 1]
 
     def _has_state_near(self, pool: str, extra: _Extra) -> bool:
-        """True if a hit can end less than option ``state_tokens`` before a state: L3 has the states
-        of all ranks there. This one, as large as thousands of tokens, is not written."""
-        apart = -(-self._state_tokens // self.mem_pool_host.page_size)
+        """True if ``pool`` holds states, and L3 has one, of all ranks, less than ``state_tokens``
+        (an option) before this one. A state is as large as thousands of tokens: one is enough."""
+        apart = -(-self._state_tokens // self.mem_pool_host.page_size)  # in pages
         if pool != PoolName.MAMBA or apart < 2:
             return False
         keys, ranks = _prefix(extra)[1 - apart :], self._pools[pool].ranks()
@@ -274,7 +275,7 @@ class HCacheStorage(HiCacheStorage):
         return any(map(all, zip(*map(self._tier.exists, near), strict=True)))
 
     def _exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
-        """Which pages of a pool L3 has; on a decode server the answer is none."""
+        """Which pages of ``pool`` L3 has: none on a decode server, or while L3 is suspended."""
         present = [False] * len(keys)
         if not self._promises_hits:
             metrics.LOOKUPS.count("not_promised", len(keys))
@@ -292,8 +293,8 @@ class HCacheStorage(HiCacheStorage):
     def _pages(
         self, pool: str, keys: Sequence[str], extra: _Extra = None, **rank: object
     ) -> list[Pages] | None:
-        """The parts of these pages, of a ``rank`` or ours, or None while L3 is suspended. Weights
-        are read once: an update must not move these pages under the new weights' namespace."""
+        """Names of pages in L3, part by part, or None while L3 is suspended; ``rank``: of another
+        rank. Weights are read once, so that an update does not move pages to the new namespace."""
         weights = self._weights.present
         if weights is None or weights.suspended is not None:
             return None
@@ -304,7 +305,7 @@ class HCacheStorage(HiCacheStorage):
         return [Pages(pages, part, name, page_keys, prefix, alone) for part, name in names]
 
     def _namespace(self, pool: str, part: int, weights: Weights, **rank: object) -> bytes:
-        """The namespace of one part of the pages of a pool, of a ``rank`` or ours."""
+        """The namespace of one part of a pool's pages; ``rank``: fields of another rank."""
         if self._runtime.pages.own and pool == PoolName.KV:
             return self._weights.page_namespace(weights)
         fields = {**self._pools[pool].fields(part), **self._kv_fields, **rank}
@@ -323,7 +324,7 @@ class HCacheStorage(HiCacheStorage):
         ]
 
     def _count_tokens(self, **pages: int) -> None:
-        """Count the tokens of ``pages``, by what came of them; or all by why L3 serves none."""
+        """Count the tokens of ``pages`` by result; all by the reason if L3 serves none now."""
         weights, instead = self._weights.present, None if self._promises_hits else "not_promised"
         if weights is None or weights.suspended is not None:
             instead = "suspended"
@@ -366,7 +367,8 @@ def _all_parts(parts: Iterable[Sequence[bool]], pages: int) -> list[bool]:
 
 
 def _usable_lengths(present: Sequence[bool], transfer: PoolTransfer) -> set[int]:
-    """Lengths of prefixes that have all their pages of this pool, by its policy."""
+    """Lengths of prefixes of which L3 has what the pool of ``transfer`` needs: all pages, or the
+    last ones, as many as ``transfer`` has keys. ``present``: of each page whether L3 has it."""
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
         return set(range(1, _count_leading(present) + 1))
     window = max(1, len(transfer.keys or ()))

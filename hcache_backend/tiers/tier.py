@@ -129,8 +129,8 @@ class LocalTier(Tier):
         return stored
 
     def quarantine(self, namespaces: Sequence[bytes]) -> int:
-        """Write no more, and delete all pages that this server wrote; returns how many files. A
-        write that began before is waited for: otherwise its pages would be named afterwards."""
+        """Write no more, and delete all files that this server run wrote; returns how many. Waits
+        for a write that has begun: otherwise its pages would be named after the deletion."""
         with self._writing:
             self._quarantined = True
             return self.store.drop_writer(self._writer)
@@ -147,7 +147,7 @@ class LocalTier(Tier):
         return taken
 
     def _note(self, kind: str, memory: Sequence[Parts], moved: list[bool], start: float) -> None:
-        """Add pages that were ``moved`` since ``start`` to what :meth:`take_stats` returns."""
+        """Add pages that were ``moved`` since ``start`` to SGLang's statistics of ``kind``."""
         self._counters.publish()
         size = sum(part.nbytes for page in compress(memory, moved) for part in page)
         rate = size / 1e9 / max(time.perf_counter() - start, 1e-9)  # SGLang wants GB/s
@@ -160,18 +160,17 @@ class SharedTier(Tier):
     """Pages of one host pool in a backend that other machines use, too. Calls never raise, and wait
     for a bounded time: ``read_seconds`` for each part that is read or written. Then the backend is
     left alone for a while, reads and writes apart. This object closes ``backend``. The constructor
-    raises if that does not take its memory. ``page_bytes``: of the largest page; ``pieces``: of
-    memory in a page."""
+    raises if that takes no memory. ``page_bytes``: of the largest page, in ``pieces`` pieces."""
 
     def __init__(self, backend: SharedBackend, page_bytes: int, pieces: int) -> None:
         self._backend, self._name = backend, backend.option.backend
         room = backend.option.buffer_bytes
-        size = 2 * min(_PART_BYTES, room // 3)
+        size = 2 * min(_PART_BYTES, room // 3)  # a part to read, and one to write
         use_memory = partial(backend.use_memory, size, page_bytes + TRAILER_BYTES, pieces)
         bounded("hcache-shared-register", use_memory, START_SECONDS)
         # A late call may still use it: the first half is for reads, the second one for writes.
         self._memory: Bytes = backend.memory.numpy()
-        self._part, length = len(self._memory) // 2, self._memory.shape[1]
+        self._part, length = len(self._memory) // 2, self._memory.shape[1]  # pages; bytes of one
         self._threads = [BoundedCalls(f"hcache-shared-{name}") for name in _THREADS]
         self._looking, self._reading, self._writing, self._keeping = self._threads
         self._one_read, self._one_write, self._noting = (threading.Lock() for _ in range(3))
@@ -189,7 +188,7 @@ class SharedTier(Tier):
         names = [name.value for name in pages.names()]
         deadline, took, count = time.monotonic() + LOOK_UP_SECONDS, 0.0, 0
         with metrics.timed("shared_exists"):
-            # A part that would perhaps not come in time is not asked for.
+            # A call is made only if there is time for one twice as long as the last one.
             while count < len(names) and (began := time.monotonic()) + 2 * took <= deadline:
                 part = names[count : count + _LOOK_UP_PAGES]
                 count_leading = partial(self._backend.count_leading, part)
@@ -208,6 +207,7 @@ class SharedTier(Tier):
         return [True] * count + [False] * (len(names) - count)
 
     def get(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]:
+        """Read pages into rows, part by part, and copy verified ones to their ``memory``."""
         names = pages.names()
         hits: list[bool] = []
         with self._one_read, metrics.timed("shared_read"):
@@ -226,7 +226,7 @@ class SharedTier(Tier):
         return hits + [False] * (len(names) - len(hits))
 
     def put(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]:
-        """Write pages until the backend is late, or the time for a batch is over."""
+        """Write pages, part by part, until a call fails or is late, or the time is over."""
         deadline, names = time.monotonic() + WRITE_SECONDS, pages.names()
         stored: list[bool] = []
         with self._one_write, metrics.timed("shared_write"):
@@ -241,7 +241,7 @@ class SharedTier(Tier):
         return stored + [False] * (len(names) - len(stored))
 
     def keep_in(self, pages: Pages, memory: Sequence[Parts], tier: Tier) -> None:
-        """Copy the first pages and put them into ``tier`` later; pages without room are dropped."""
+        """Copy the first pages, as many as may wait, for a thread that puts them into ``tier``."""
         count, generation = 0, self._generation
         while count < len(memory) and self._room.acquire(blocking=False):
             count += 1
@@ -255,7 +255,7 @@ class SharedTier(Tier):
         def keep() -> None:
             stored = 0
             with metrics.catching("storage_set", "pages of the shared L3 are not kept"):
-                if generation == self._generation:
+                if generation == self._generation:  # forget_kept() was not called since
                     stored = sum(tier.put(pages.pick(range(count)), copies))
             self._room.release(count)
             metrics.SHARED_PAGES.count("kept", stored)
@@ -268,7 +268,7 @@ class SharedTier(Tier):
         self._generation += 1
 
     def quarantine(self, namespaces: Sequence[bytes]) -> int:
-        """Write no more pages, and log the names to delete."""
+        """Write no more pages, and log the names to delete. Returns 0: none is deleted here."""
         self._quarantined = True
         names = " or ".join(sorted({f"hcache-{namespace.hex()}-" for namespace in namespaces}))
         logger.error(
@@ -279,7 +279,7 @@ class SharedTier(Tier):
         return 0
 
     def close(self) -> None:
-        """Close the backend once waiting pages are kept; a slow call is given up."""
+        """Close the backend after queued calls; if that takes 5 s, calls and backend are left."""
         deadline = time.monotonic() + CLOSE_SECONDS
         ended = [thread.end(deadline) for thread in self._threads]
         if all(ended):
@@ -290,7 +290,7 @@ class SharedTier(Tier):
 
     def _write(self, names: Sequence[PageName], memory: Sequence[Parts]) -> list[bool] | None:
         """Write copies of pages: a late call may still read its memory. None as :meth:`_ask`."""
-        if self._is_left_alone("writes"):  # its call may still read the copies of earlier pages
+        if self._is_left_alone("writes"):  # a late call may still read the rows
             return None
         rows = range(self._part, self._part + len(names))
         for row, name, page in zip(rows, names, memory, strict=True):
@@ -386,18 +386,15 @@ class Tiered(Tier):
 
     def leave_shared(self, problem: str | None = None) -> None:
         """Close the shared tier, or its backend if it has not begun; the page store goes on."""
-        shared, self._shared, self._backend_to_start = (
-            self._shared or self._backend_to_start,
-            None,
-            None,
-        )
+        shared = self._shared or self._backend_to_start
+        self._shared = self._backend_to_start = None
         if shared is not None:
             if problem is not None:
                 logger.warning("%s%s", _NOT_USED, problem)
             shared.close()
 
     def exists(self, pages: Pages) -> list[bool]:
-        """Pages of the shared tier count only up to the first page that no tier has."""
+        """Of each page if a tier has it; the shared one counts up to the first that none has."""
         present = self.local.exists(pages)
         if self._shared is None:
             return present
@@ -406,13 +403,14 @@ class Tiered(Tier):
         count = sum(self._shared.exists(pages.pick(absent))) if absent else 0
         for number in absent[:count]:
             present[number] = True
-        if pages.part == 0:  # each page counts once
+        if pages.part == 0:  # each page counts once in found_shared, not each of its parts
             end = [*present, False].index(False)
             start = 0 if self.found_shared else absent[0] if count else end
             self.found_shared += end - start
         return present
 
     def get(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]:
+        """Read pages; those that the page store lacks come from the shared tier, and are kept."""
         arrived, start = self.local.get(pages, memory), time.monotonic()
         missing = [number for number, is_here in enumerate(arrived) if not is_here]
         if self._shared is None or not missing:
@@ -421,7 +419,7 @@ class Tiered(Tier):
         verified = list(compress(missing, hits))
         for number in verified:
             arrived[number] = True
-        end = [*arrived, False].index(False)
+        end = [*arrived, False].index(False)  # pages behind the first miss are of no use
         count = sum(number < end for number in verified) if pages.part == 0 else 0
         tokens = count * pages.pool.host_pool.page_size
         seconds, gave_up = time.monotonic() - start, "reads" in self._shared.failing
