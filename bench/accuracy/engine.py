@@ -16,7 +16,7 @@ from bench.harness.machine import MachineError
 from bench.harness.methods import PAGE_SIZE
 from bench.harness.options import ServerOptions
 from hcache_backend.format.units import units_per_group
-from hcache_backend.krul.pairs import ASKED_TOKENS
+from hcache_backend.krul.pairs import OBSERVED_TOKENS
 from hcache_kernels.codecs import Cut
 
 KV = tuple[torch.Tensor, torch.Tensor]
@@ -52,7 +52,7 @@ class History:
         positions: int64 ``[n]``.
         hidden: The input of every layer's projection, ``[n, hidden]`` each.
         queries: Of the last tokens in every layer, ``[t, heads, head_dim]`` each; ``t`` is at
-            most :data:`ASKED_TOKENS`.
+            most :data:`OBSERVED_TOKENS`.
         kv: K and V that the model wrote, ``[n, kv_heads, head_dim]`` each, by layer.
     """
 
@@ -202,7 +202,7 @@ class Engine:
         queries: list[torch.Tensor] = []
 
         def ask(kernel: Any, args: tuple[Any, ...]) -> None:
-            rows = args[0].detach()[-ASKED_TOKENS:].clone()
+            rows = args[0].detach()[-OBSERVED_TOKENS:].clone()
             queries.append(rows.view(len(rows), kernel.tp_q_head_num, kernel.qk_head_dim))
 
         handles = [

@@ -4,15 +4,14 @@
 encoded unit of ``n`` tokens is, in the type of K and V,
 
 - the values of every token: a direction of length 1 in each head, halfway between the directions of
-  both layers (spherical interpolation with t = 1/2);
+  both layers (spherical interpolation with t = 1/2: both lose the same; MiniCache prefers 0.6);
 - the magnitudes in the first layer, token by token and there head by head; those in the second;
 - the values in the second layer of the *retained* tokens, whose directions differ most between the
   layers. They are not merged: their values above are those of the first layer;
 - the numbers of the retained tokens in the unit, ascending, uint16;
 - zeros up to a multiple of 16 bytes.
 
-MiniCache and Krul leave t open (MiniCache prefers 0.6). With 1/2 both layers lose the same, and
-bytes follow from float32 sums, products, quotients and square roots in a fixed order.
+
 
 ``int8``: all planes through codec ``int8``, those of the first layer first.
 """
@@ -37,8 +36,7 @@ class MergedPair(Codec):
 
     name = code = "merged"
     lossless = False
-    retained: ClassVar[int] = 16
-    """One token of so many is retained. Bytes depend on it and on t: both belong to the name."""
+    retained: ClassVar[int] = 16  # one token of so many; it and t belong to the name
 
     def __init__(self, cut: Cut, dim: int, dtype: torch.dtype, planes: str = _PAIR) -> None:
         if dtype not in (torch.bfloat16, torch.float16):
@@ -48,29 +46,31 @@ class MergedPair(Codec):
                 f"merged pairs take units of whole heads and at most {_MOST_TOKENS} tokens: {cut}"
             )
         super().__init__(cut, dim, dtype, planes)
-        heads = cut.width // dim
-        self._kept = -(-cut.tokens // self.retained)
-        sizes = cut.tokens * heads  # of 16-bit elements, as are these:
-        self._parts = [cut.values, sizes, sizes, self._kept * cut.width, self._kept]
-        segment_bytes = -(-2 * sum(self._parts) // 16) * 16  # of K in both layers, and of V
-        self.unit_bytes = (segment_bytes, segment_bytes)
+        self._kept = -(-cut.tokens // self.retained)  # retained tokens of a unit
+        magnitudes = cut.values // dim  # of a unit in one layer: one for each token and head
+        # 16-bit elements of an encoded unit, by part, in the order of the module's description
+        self._parts = [cut.values, magnitudes, magnitudes, self._kept * cut.width, self._kept]
+        unit_bytes = -(-2 * sum(self._parts) // 16) * 16
+        self.unit_bytes = (unit_bytes, unit_bytes)  # for K of both layers, for V of both
 
     def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merge two layers: K and V of the first, then of the second, ``[p, 4, units, tokens,
+        width]``. Returns pages, uint8 ``[p, bytes]``, and which of them the form can hold."""
         pair = units.unflatten(1, (2, 2)).transpose(0, 1).unflatten(-1, (-1, self.dim))
-        values = pair.float()
+        values = pair.float()  # [layer, p, K/V, units, tokens, heads, dim]
         length = _sum(values * values).sqrt()
         magnitudes = length.to(self.dtype)
-        # Squares that leave float32, and magnitudes that leave the type.
+        # Not if a square leaves float32, or a magnitude its type (it is infinite, or wrongly 0).
         representable = magnitudes.isfinite() & ((magnitudes > 0) | (values == 0).all(-1))
-        fits = representable.all(0).flatten(1).all(1)
+        fits = representable.all(0).flatten(1).all(1)  # [p]
         directions = torch.where(length[..., None] > 0, values / length[..., None], 0.0)
-        kept = _divergent(directions, self._kept)
+        kept = _divergent(directions, self._kept)  # retained tokens, [p, K/V, units, kept]
         sums = directions[0] + directions[1]
         norm = _sum(sums * sums).sqrt()[..., None]
         # Directions that are opposite have no middle.
         direction = torch.where(norm > 0, sums / norm, directions[0]).to(self.dtype).flatten(-2)
         rows = kept[..., None].expand(*kept.shape, self.cut.width)
-        exact = [part.flatten(-2).gather(3, rows) for part in pair]
+        exact = [layer.flatten(-2).gather(3, rows) for layer in pair]  # their values, not merged
         direction.scatter_(3, rows, exact[0])
         numbers = kept.to(torch.int32).to(torch.uint16).view(self.dtype)
         parts = (direction, *magnitudes, exact[1], numbers)
@@ -81,7 +81,8 @@ class MergedPair(Codec):
         return encoded.flatten(1), fits
 
     def decode_units(self, encoded: torch.Tensor) -> torch.Tensor:
-        cut = self.cut
+        """The reverse of :meth:`encode_units`: ``[p, 4, units, tokens, width]``, from any bytes."""
+        cut = self.cut  # encoded units are [p, K/V, units, bytes]
         units = encoded.view(len(encoded), 2, cut.units, -1)[..., : 2 * sum(self._parts)]
         parts = units.contiguous().view(self.dtype).split(self._parts, dim=3)
         values = parts[0].unflatten(3, (cut.tokens, cut.width))
@@ -99,13 +100,12 @@ class MergedPair(Codec):
         return torch.cat(layers, dim=1)
 
 
-# codecs of two layers, made by form(cut, dim, dtype, _PAIR)
 PAIR_FORMS: dict[str, type[Codec]] = {form.name: form for form in (MergedPair, Int8)}
 
 
 class PairSlot:
-    """A slot that holds a page of two layers in any form, as two parts of equal length: the halves
-    of the form, each padded with zeros. The arguments are those of the forms."""
+    """A slot: room in a page for two layers, encoded by any of the forms in :data:`PAIR_FORMS`. It
+    has two parts of equal length: the halves of the encoded bytes, each padded with zeros."""
 
     def __init__(self, cut: Cut, dim: int, dtype: torch.dtype) -> None:
         self.forms = {name: form(cut, dim, dtype, _PAIR) for name, form in PAIR_FORMS.items()}
@@ -122,7 +122,7 @@ class PairSlot:
         return form.decode_units(_resized(slots, form.segment_bytes))
 
     def stands_for(self, name: str, slots: torch.Tensor, units: torch.Tensor) -> bool:
-        """:meth:`Codec.stands_for` of what :meth:`encode` returns."""
+        """True if ``slots`` are ``units`` encoded by form ``name``, as exactly as it promises."""
         form = self.forms[name]
         encoded = _resized(slots, form.segment_bytes)
         padded = _resized(encoded, self.slot_bytes)
@@ -130,7 +130,7 @@ class PairSlot:
 
 
 def _resized(slots: torch.Tensor, size: int) -> torch.Tensor:
-    """Both parts, cut or padded to ``size`` bytes together."""
+    """Slots, uint8 ``[p, bytes]``: each of the two halves cut, or zero-padded, to ``size // 2``."""
     parts = slots.view(len(slots), 2, -1)
     return functional.pad(parts, (0, size // 2 - parts.shape[2])).flatten(1)
 
@@ -155,14 +155,14 @@ def changes_of_merges(form: MergedPair, layers: Sequence[torch.Tensor]) -> torch
 
 
 def _divergent(units: torch.Tensor, count: int) -> torch.Tensor:
-    """Tokens of each unit whose directions in two layers differ most, ascending; of equal ones the
-    first. ``units`` are vectors of length 1, ``[2, p, 2, units, tokens, heads, dim]``."""
+    """The ``count`` tokens of each unit whose directions in two layers differ most, in ascending
+    order, ``[p, K/V, units, count]``. ``units``: unit vectors, as in :class:`MergedPair`."""
     cosines = _sum(_sum(units[0] * units[1]))  # over values, then over heads
     return cosines.sort(dim=3, stable=True).indices[..., :count].sort(dim=3).values
 
 
 def _sum(values: torch.Tensor) -> torch.Tensor:
-    """Sum along the last dimension, halves onto each other: one order on every processor."""
+    """Sum along the last dimension by adding halves: the order is the same on all processors."""
     while (length := values.shape[-1]) > 1:
         half = length // 2
         folded = values[..., :half] + values[..., half : 2 * half]

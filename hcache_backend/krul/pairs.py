@@ -1,7 +1,6 @@
 """Which layers are alike, by how they attend, and which of them share a slot (Krul, sections 4, 5).
-Krul keeps the attention weights of a whole prompt, tens of gigabytes. Here K is the one that is
-cached anyway, and only the last queries are asked again. A query's weights in all layers exist
-together, as in a decode step, and are gone before those of the next queries."""
+Krul keeps the attention weights of a whole prompt, tens of gigabytes. Here K comes from the cache,
+and only the last queries are computed again, a few at a time in all layers."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from hcache_backend.krul.pair_forms import MergedPair
 from hcache_backend.restore.recompute import AttentionInputs
 from hcache_kernels.codecs import Int8
 
-ASKED_TOKENS = 32  # the last tokens, which are asked
+OBSERVED_TOKENS = 32  # the last tokens of a sequence, whose attention is computed again
 _ENDS = 0.1  # share of the tokens that are the first ones, and of those that are the last ones
 _WEIGHTS = 1 << 24  # of attention at once, or those of one query in the heads of a KV head
 
@@ -41,8 +40,8 @@ def unpaired(layers: int, pairs: Iterable[Sequence[object]]) -> list[int]:
 
 
 def initial_recent_layers(masses: torch.Tensor, gamma: float) -> list[int]:
-    """I-R layers: their queries look at the first and last tokens, with a mass of at least
-    ``gamma`` (:attr:`PairSums.initial_recent`), whatever they ask."""
+    """Krul's I-R ("initial-recent") layers: those whose queries attend to the first and last tokens
+    with at least ``gamma`` of their weight. ``masses``: that share by layer, ``[layers]``."""
     return [layer for layer, mass in enumerate(masses.tolist()) if mass >= gamma]
 
 
@@ -52,9 +51,9 @@ def closest_pairs(
     ratio: float,
     allowed: Collection[Pair] | None = None,
 ) -> list[Pair]:
-    """Pair layers greedily, the closest first, each layer once (Algorithm 1, lines 14 to 22). No
-    pair is added once the share ``ratio`` (0 to 1) of the candidates is paired. Pairs come by
-    distance (``[layers, layers]``, symmetric), equal ones by layers; None: all are allowed."""
+    """Pair ``candidates`` (layers) greedily, each layer at most once (Algorithm 1, lines 14 to 22),
+    until the share ``ratio`` (0 to 1) of them is paired. The pairs are in ascending order of
+    ``distances``, ``[layers, layers]``. Only ``allowed`` pairs are made; None: any."""
     candidates = sorted(candidates)
     possible = [pair for pair in combinations(candidates, 2) if allowed is None or pair in allowed]
     pair_of: dict[int, Pair] = {}
@@ -103,8 +102,8 @@ class PairChoice:
         return self.coded(closest[: self.pairs])
 
     def coded(self, wanted: Iterable[Pair]) -> tuple[CodedPair, ...]:
-        """``wanted`` pairs, then neighbours among the other layers from the last on; by first
-        layers. Pairs are merged if they are wanted and mergeable, and otherwise in ``int8``."""
+        """Sorted pairs of a page: ``wanted`` ones, then neighbours among the other layers, from the
+        last layer on. Code: ``merged`` if a pair is wanted and mergeable, otherwise ``int8``."""
         codes = {pair: MergedPair.name if pair in self.mergeable else Int8.name for pair in wanted}
         others = unpaired(self.layers, codes)
         while len(codes) < self.pairs:
@@ -114,15 +113,15 @@ class PairChoice:
 
 
 def attention_sums(layers: Sequence[AttentionInputs]) -> PairSums:
-    """Compare layers by the Euclidean distances of rows of attention weights. Raises ValueError if
-    they do not have the same heads and tokens, or there are fewer tokens than queries."""
+    """Compare layers by Euclidean distances of their attention weights, row by row. Raises
+    ValueError if they differ in heads or tokens, or there are fewer tokens than queries."""
     shapes = {(*layer.q.shape[:2], layer.length) for layer in layers}
     (tokens, heads, length), *others = shapes
     if others or not 0 < tokens <= length:
         raise ValueError(f"layers of queries, heads and tokens {sorted(shapes)} cannot be compared")
     rows = len(layers) + 2
     table = torch.zeros((rows, len(layers)), dtype=torch.float64, device=layers[0].q.device)
-    table[0] = tokens * heads
+    table[0] = tokens * heads  # rows: a query in a head
     for weights, inside in _part_weights(layers):
         table[1] += weights.masked_fill(inside, 0.0).sum((1, 2, 3), dtype=torch.float64)
         flat = weights.flatten(1)
@@ -138,13 +137,13 @@ def attention_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.T
     tokens, _, dim = q.shape
     grouped = q.float().view(tokens, k.shape[1], -1, dim)
     scores = torch.einsum("tghd,ngd->ghtn", grouped, k.float()).flatten(0, 1) * scale
-    hidden = torch.ones((tokens, len(k)), dtype=torch.bool, device=q.device)
-    scores.masked_fill_(hidden.triu(len(k) - tokens + 1), -math.inf)
+    later = torch.ones((tokens, len(k)), dtype=torch.bool, device=q.device)
+    scores.masked_fill_(later.triu(len(k) - tokens + 1), -math.inf)
     return scores.softmax(-1)
 
 
 def _at_ends(tokens: int, length: int, device: torch.device) -> torch.Tensor:
-    """Mask of the first and last tokens that each of the last ``tokens`` tokens sees."""
+    """bool ``[tokens, length]``: first and last tenth of what each of the last ``tokens`` sees."""
     seen = torch.arange(length - tokens + 1, length + 1, dtype=torch.float64, device=device)
     first = torch.minimum((_ENDS * seen).ceil(), seen)
     last = torch.maximum(first, ((1 - _ENDS) * seen).floor())
@@ -153,19 +152,19 @@ def _at_ends(tokens: int, length: int, device: torch.device) -> torch.Tensor:
 
 
 def _part_weights(layers: Sequence[AttentionInputs]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Weights of all layers, some heads and queries at a time, float32 ``[layers, heads, t, n]``,
-    and the mask of tokens on neither end. K is fetched once, of few heads in all layers."""
+    """Attention weights of all layers, for some heads and queries at a time to bound the memory:
+    float32 ``[layers, heads, t, n]``, and the tokens at neither end, bool ``[t, n]``."""
     (tokens, heads), length = layers[0].q.shape[:2], layers[0].length
     kv_heads, group = layers[0].kv_heads, heads // layers[0].kv_heads
     weights_per_query = len(layers) * group * length
-    at_once = max(1, _WEIGHTS // weights_per_query)
+    queries_at_once = max(1, _WEIGHTS // weights_per_query)
     heads_at_once = max(1, _WEIGHTS // (weights_per_query * tokens))
     for first in range(0, kv_heads, heads_at_once):
         kv_part = slice(first, min(first + heads_at_once, kv_heads))
         head_part = slice(kv_part.start * group, kv_part.stop * group)
         keys = [layer.keys(kv_part) for layer in layers]
-        for start in range(0, tokens, at_once):
-            queries = slice(start, min(start + at_once, tokens))
+        for start in range(0, tokens, queries_at_once):
+            queries = slice(start, min(start + queries_at_once, tokens))
             seen = length - tokens + queries.stop
             weights = torch.stack([
                 attention_weights(layer.q[queries, head_part], k[:seen], layer.scale)

@@ -1,8 +1,7 @@
 """The codec ``krul`` as the start of a server loads it (``start/page_plan.py:page_plugin``), and
 which layers share slots in the pages of each node, by how its last tokens attend. A node is what
-HiCache backs up at once: tokens of a sequence behind those of other nodes. Its last tokens are
-asked again, on the stream of forward passes, one node after the other. The node's backup waits for
-the answer. The sums of the nodes before it are added, as Krul adds a prompt's and a reply's."""
+HiCache backs up at once: tokens of a sequence behind those of other nodes. Its last tokens run
+through the model again before its backup. The sums of the nodes before it are added."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from hcache_backend.config import KrulOption
 from hcache_backend.format.page import PageLayout
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul import pairs as layer_pairs
-from hcache_backend.krul.pairs import ASKED_TOKENS, CodedPair, PairChoice, PairSums
+from hcache_backend.krul.pairs import OBSERVED_TOKENS, CodedPair, PairChoice, PairSums
 from hcache_backend.krul.segments import PairedLayout, PairedSegments, paired
 from hcache_backend.metrics import logger
 from hcache_backend.ranks import Group, Proposal, Refused, Turn, smallest, sum_of_all_ranks
@@ -38,10 +37,8 @@ class _Tokens(NamedTuple):
 
 
 @dataclass
-class _Node:
-    """A node that waits for its backup."""
-
-    pairs: Sequence[CodedPair] | None  # of its pages; None: they depend on the answer
+class _Node:  # it waits for its backup
+    pairs: Sequence[CodedPair] | None  # of its pages; None: they depend on its ``sums``
     tokens: _Tokens | None = None
     sums: torch.Tensor | None = None  # a table of PairSums, on the CPU behind ``event``
     event: Event | None = None
@@ -62,26 +59,26 @@ class NodePairs:
     _sums: OrderedDict[str, torch.Tensor] = field(default_factory=OrderedDict)
 
     def add_node(self, tree: Any, node_ids: Sequence[int]) -> None:
-        """Append the node of SGLang's ``tree`` with these ids; without a tree its pairs are those
-        of the start. Raises the exception of the model if there are other ranks: they may wait for
-        this one in the model's own collectives, so the server cannot go on."""
+        """Append the node of SGLang's ``tree`` with these ids and observe its attention. Without a
+        tree (None) its pages get the pairs that were chosen at the start. With several ranks it
+        raises the model's exception: other ranks may wait in the model's own collectives."""
         node, tokens = _Node(self._layout.pairs), None
         self._nodes.append(node)
         if self._recomputer is None or tree is None:
             return
         with metrics.catching("probe", "pairs of layers are chosen without the attention"):
             tokens = _read_tokens(tree, node_ids[0])
-        [known] = smallest(self._group, tokens is not None)
+        [known] = smallest(self._group, tokens is not None)  # on all ranks
         if known:
             node.pairs, node.tokens = None, tokens
-            self._ask_next()
+            self._observe_next()
 
     @property
     def nodes(self) -> int:
         return len(self._nodes)
 
     def next_layout(self) -> PairedLayout | None:
-        """Remove the first node and return the layout of its pages; None if it has to wait."""
+        """Remove the first node and return its pages' layout; None if its pairs are not chosen."""
         pairs = self._nodes[0].pairs if self._nodes else None
         if pairs is None:
             return None
@@ -91,19 +88,19 @@ class NodePairs:
         return self._layout.with_pairs(pairs)
 
     def propose_answer(self, turn: Turn) -> None:
-        """Propose the answer of the first node, if it has arrived."""
+        """Propose to choose pairs for the first node without them, if its sums have arrived."""
         self._proposal = None
         if (node := self._undecided) is not None:
             self._proposal = turn.propose(node.event is None or node.event.query())
 
     def apply_answer(self) -> bool:
-        """Choose by an answer that has arrived on all ranks, and ask the next node. True if the
-        first node has its pairs since now. Raises as :meth:`add_node`."""
+        """Choose pairs for the first node without them if its sums have arrived on all ranks, and
+        observe the next one. True if that was the node to back up next. Raises as add_node."""
         node = self._undecided
         if node is None or self._proposal is None or not self._proposal.least[0]:
             return False
         node.pairs = self._choose_pairs(node)
-        self._ask_next()
+        self._observe_next()
         return node is self._nodes[0]
 
     def drop_nodes(self) -> None:
@@ -113,10 +110,12 @@ class NodePairs:
 
     @property
     def _undecided(self) -> _Node | None:
-        """The first node without pairs; none behind it is asked before its answer arrives."""
+        """The first node without pairs; no node behind it is observed before it has got them."""
         return next((node for node in self._nodes if node.pairs is None), None)
 
-    def _ask_next(self) -> None:
+    def _observe_next(self) -> None:
+        """Launch a pass of the model over the last tokens of the first node without pairs. Its sums
+        of attention are in ``node.sums`` behind ``node.event``. They stay 0 if something fails."""
         node, recomputer = self._undecided, self._recomputer
         if node is None or node.sums is not None or recomputer is None:
             return
@@ -154,6 +153,7 @@ class NodePairs:
             raise failures[0]
 
     def _choose_pairs(self, node: _Node) -> Sequence[CodedPair]:
+        """Pairs by the sums of all ranks; those of the start once a rank failed (sums of 0)."""
         assert node.sums is not None and node.tokens is not None
         try:
             if node.event is not None:
@@ -178,7 +178,7 @@ class NodePairs:
         return pairs
 
     def _add_sums(self, table: torch.Tensor, tokens: _Tokens) -> torch.Tensor:
-        """The sums of a node and of those before it."""
+        """``table`` of a node plus that of the nodes before it, if known; kept for nodes behind."""
         if tokens.before is not None and (before := self._sums.get(tokens.before)) is not None:
             self._sums.move_to_end(tokens.before)
             table = before + table
@@ -190,9 +190,10 @@ class NodePairs:
 
 
 def _read_tokens(tree: Any, node_id: int) -> _Tokens:
+    """The last tokens of a node of SGLang's tree, and the KV slots of all tokens up to its end."""
     spec = tree.build_storage_backup_spec(node_id, True)
     root = tree.empty_match_result.last_device_node
-    ids = np.array(spec.token_ids[-ASKED_TOKENS:], dtype=np.int64)
+    ids = np.array(spec.token_ids[-OBSERVED_TOKENS:], dtype=np.int64)
     ends, before = ((hashes or [None])[-1] for hashes in (spec.hash_value, spec.prefix_keys))
     return _Tokens(ids, tree.collect_full_device_indices(node_id, root), ends, before)
 
@@ -202,7 +203,7 @@ class Krul:
     Refused on every rank if such pages cannot be used."""
 
     choice: PairChoice  # from choose_pairs
-    observer: Recomputer | None = None  # asked for each node; None: all nodes have one layout
+    observer: Recomputer | None = None  # computes attention; None: all nodes have one layout
 
     def __init__(self, option: KrulOption) -> None:
         self._option = option
@@ -218,10 +219,10 @@ class Krul:
     def choose_pairs(
         self, kv: KVSegments, layout: PageLayout, slots: torch.Tensor, group: Group
     ) -> PairedLayout:
-        """Find the pairs of layers whose K and V may be merged into one, because that changes them
-        by less than option ``error`` on all ranks of ``group``, which all call it. Returns the
-        layout with the pairs of option ``pairs``, which nodes have unless others are chosen for
-        them. K and V of the model are in ``slots``, int64 ``[p * page_size]``, ``p`` pages."""
+        """Find the pairs of layers that may be merged: K and V change by at most option ``error``
+        on all ranks of ``group``, which all call this. Returns the layout with the pairs of option
+        ``pairs``, for nodes without a choice of their own. Changes are measured on K and V in
+        ``slots``, int64 ``[p * page_size]``."""
         layout, option = paired(layout), self._option
         layers, number = len(layout.layers), len(layout.pairs)
         assert isinstance(kv, PairedSegments)
@@ -257,7 +258,7 @@ class Krul:
     ) -> None:
         """Compare the attention of all layers once, as nodes do it in service; raises Refused if
         that fails. K and V of ``token_ids`` are in ``slots``, int64 ``[n]``."""
-        ids = np.array(token_ids)[-ASKED_TOKENS:]
+        ids = np.array(token_ids)[-OBSERVED_TOKENS:]
         problems: list[Exception] = []
 
         def run() -> None:

@@ -26,8 +26,7 @@ from hcache_kernels.pages import gather_pages, scatter_pages
 
 _KV = 2  # segments of a slot
 _KNOWN = 1024  # parsed tables of pages that are kept
-# of K and V of a layer that are merged at once; that takes thirty times as much device memory
-_AT_ONCE_BYTES = 4 << 20
+_AT_ONCE_BYTES = 4 << 20  # K and V of a layer to merge at once: it takes 30 times the memory
 
 
 class Slot(NamedTuple):
@@ -62,7 +61,7 @@ class PairedLayout(PageLayout):
 
     @property
     def variants(self) -> list[PageLayout]:
-        """The same pairs, all of them in one code."""
+        """Layouts with the same pairs: for each code one in which all pairs have that code."""
         return [self.with_pairs([(*pair[:2], code) for pair in self.pairs]) for code in self.codes]
 
     @cached_property
@@ -78,7 +77,7 @@ class PairedLayout(PageLayout):
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """Of every layer."""
+        """The slot of every layer; both layers of a pair have the same one."""
         slot_of: dict[int, Slot] = {}
         offset = self.header_bytes
         for layers, code in self._in_order:
@@ -88,7 +87,7 @@ class PairedLayout(PageLayout):
 
     @cached_property
     def segment_bytes(self) -> tuple[int, ...]:
-        """As of other pages; 0 for the second layer of a pair."""
+        """Stored bytes by layer: of a pair its first layer has all, its second one 0."""
         return tuple(
             sum(segment.length for segment in self._segments_of(slot.layers))
             * (slot.layers[0] == layer)
@@ -103,9 +102,9 @@ class PairedLayout(PageLayout):
         return super().segment(self.sharing(layer)[0])
 
     def groups(self, memory: Bytes, pages: Ids, layer: int) -> list[tuple[Slot, Ids]]:
-        """The slots of a layer in ``pages`` (at least one) of ``memory`` (uint8 ``[...,
-        page_bytes]``), each with the indices of its pages. Pages of no form are left out: HiCache
-        has freed them meanwhile, and another read goes there."""
+        """The different slots that ``layer`` has in ``pages`` (at least one) of ``memory`` (uint8
+        ``[..., page_bytes]``), each with indices into ``pages``. A page whose table of layers is
+        not of this layout is left out: HiCache has freed it, and it is being read into again."""
         entries = memory[:, self._entries_at][pages]
         alike, places = (entries == entries[:1]).all(), defaultdict(list)
         for place, page in enumerate(entries[:1] if alike else entries):
@@ -165,10 +164,9 @@ class PairedLayout(PageLayout):
 
 
 class PairedSegments(KVSegments):
-    """Copies K and V between the pool and pages whose headers say which layers share a slot. Each
-    page has a number of ``pairs``, and is a rank's own. Layers in no pair are stored without loss:
-    by ``exp4`` if it takes their type. Raises UnsupportedRows if there are too few layers, or K and
-    V cannot be merged."""
+    """Copies K and V between the pool and pages whose headers say which layers share a slot. Layers
+    in no pair are stored without loss: by ``exp4`` if it takes their type. Raises UnsupportedRows
+    if there are too few layers for ``pairs``, or K and V cannot be merged."""
 
     by_header = True
     lossless = False
@@ -202,8 +200,8 @@ class PairedSegments(KVSegments):
     def save(
         self, layout: PageLayout, memory: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
-        shape = len(self.layers), len(pages)
-        fits = torch.ones(shape, dtype=torch.bool, device=slots.device)
+        """Save all layers as headers of ``pages`` say; what fits, bool ``[layers, pages]``."""
+        fits = torch.ones((len(self.layers), len(pages)), dtype=torch.bool, device=slots.device)
         for slot, indices, pool_pages, host_pages in self._slots(self.layers, memory, pages, slots):
             if len(slot.layers) == 1:
                 fit = self._save_layer(slot.layers[0], pool_pages, memory, host_pages, slot.offset)
@@ -221,7 +219,7 @@ class PairedSegments(KVSegments):
         offsets: Sequence[int],
         slots: torch.Tensor,
     ) -> None:
-        """The first layer of a pair brings both; nobody reads the second one before its turn."""
+        """Load ``layers``, a pair by its first layer. Headers have the places, not ``offsets``."""
         for slot, _, pool_pages, host_pages in self._slots(layers, memory, pages, slots):
             if len(slot.layers) == 1:
                 self._load_layers(slot.layers[:1], pool_pages, memory, host_pages, [slot.offset])
@@ -231,9 +229,9 @@ class PairedSegments(KVSegments):
     def _slots(
         self, layers: Sequence[int], memory: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
     ) -> Iterator[tuple[Slot, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Each slot with its first layer among ``layers`` in ``pages`` (int64 ``[p]``, on the CPU).
-        With it: indices of the pages that have it, these pages in the pool, and in ``memory``; all
-        int64 ``[n]``, on the device."""
+        """Each slot in ``pages`` (int64 ``[p]``, on the CPU) whose first layer is in ``layers``.
+        With it the ``n`` pages that have such a slot: indices into ``pages``, page numbers in the
+        pool, page numbers in ``memory``; all int64 ``[n]``, on the device."""
         ids, pool_pages = pages.numpy(), self.pages_of(slots)
         for layer in layers:
             for slot, places in self._layout.groups(memory.numpy(), ids, layer):
@@ -244,6 +242,7 @@ class PairedSegments(KVSegments):
     def _save_layer(
         self, layer: int, held: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor, offset: int
     ) -> torch.Tensor:
+        """Save an unpaired layer of the pool's pages ``held``; which of them fit, bool ``[p]``."""
         encoder, fits = self._encoder, list[torch.Tensor]()
         if encoder is None or not held.is_cuda:
             return super()._save_layer(layer, held, memory, pages, offset)
@@ -283,7 +282,7 @@ class PairedSegments(KVSegments):
     def holds(
         self, segments: torch.Tensor, plain: torch.Tensor, part: int, layout: PageLayout, layer: int
     ) -> bool:
-        """Of a pair all of it is compared with the first part."""
+        """True if ``segments`` stand for ``plain`` K and V; of a pair ``part`` 0 compares all."""
         slot = paired(layout).slots[layer]
         if len(slot.layers) == 1:
             return super().holds(segments, plain, part, layout, layer)
@@ -307,6 +306,7 @@ class PairedSegments(KVSegments):
     def through_codec(
         self, layout: PageLayout, planes: Sequence[Sequence[torch.Tensor]]
     ) -> tuple[list[Sequence[torch.Tensor]], torch.Tensor]:
+        """K and V of each layer, encoded and decoded, and which fit, bool ``[layers, pages]``."""
         decoded, fits = super().through_codec(layout, planes)
         pages = torch.arange(fits.shape[1])
         for first, second, code in paired(layout).pairs:

@@ -32,8 +32,8 @@ UNIT = {
     ],
     "capture, a step that cannot begin": ["capture/hooks.py:_begin capture.give_up_step()"],
     "probes": [
-        "krul/plugin.py:_ask_next forwards.wait(current_stream(keys.device).record())",
-        "krul/plugin.py:_ask_next forwards.keep(keys)",
+        "krul/plugin.py:_observe_next forwards.wait(current_stream(keys.device).record())",
+        "krul/plugin.py:_observe_next forwards.keep(keys)",
     ],
     "eager": [
         "prefetch/reservations.py:wait_until_written restore.wait()",

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.accuracy.engine import LayerProbe
 from hcache_backend.krul.pairs import (
-    ASKED_TOKENS,
+    OBSERVED_TOKENS,
     PairChoice,
     PairSums,
     attention_sums,
@@ -148,13 +148,13 @@ def decode_step(tokens: int) -> int:
     The forward pass of a probe is such a step, but for the last layer, which ends before attention.
     """
     per_layer = 4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336
-    dense = 2 * ASKED_TOKENS * (32 * per_layer + 4096 * 128256)
-    return dense + 4 * ASKED_TOKENS * 32 * 32 * 128 * tokens
+    dense = 2 * OBSERVED_TOKENS * (32 * per_layer + 4096 * 128256)
+    return dense + 4 * OBSERVED_TOKENS * 32 * 32 * 128 * tokens
 
 
 def probed(tokens: int) -> list[LayerProbe]:
     kv = torch.empty((tokens, 8, 128), device="meta")
-    return [LayerProbe(torch.empty((ASKED_TOKENS, 32, 128), device="meta"), (kv, kv), 1.0)] * 32
+    return [LayerProbe(torch.empty((OBSERVED_TOKENS, 32, 128), device="meta"), (kv, kv), 1.0)] * 32
 
 
 def compared(first: torch.Size, second: torch.Size, *_: object, **__: object) -> int:
