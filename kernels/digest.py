@@ -1,8 +1,7 @@
 """Digests of rows of weights: how they are computed is part of a namespace, so it never changes.
 
 A row is words of its bytes, the widest that divide it. Each word is mixed with its place, the sum
-is the digest of the row, and a row of zeros has 0. The sums of rows do not depend on the order of
-addition, because integers wrap around.
+is the digest of the row. Integers wrap around, so the order of additions does not matter.
 """
 
 import torch
@@ -11,8 +10,7 @@ import triton.language as tl
 
 from .launch import Launch
 
-PROGRAMS = 512
-"""Sums that are kept apart: one for each program of a launch, so that programs share nothing."""
+PROGRAMS = 512  # pairs of sums: one for each program of a launch, so that programs share nothing
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _MIX_A = -7046029254386353131  # odd 64-bit constants of the golden ratio and of splitmix64
@@ -53,12 +51,13 @@ def _words(rows: torch.Tensor) -> torch.Tensor:
 
 
 def digest_launch(words: torch.Tensor, start: int, sums: torch.Tensor) -> Launch:
+    """The launch of :func:`digest_rows` for ``words``, ``[n, width]`` on a GPU."""
     n, width = words.shape
     rows, block = _WIDE if width >= _WIDE[1] // 2 else _NARROW
     grid = (min(PROGRAMS, triton.cdiv(n, rows)),)
-    given = {"words": words, "sums": sums, "n": n, "width": width, "start": start, "ROWS": rows}
-    given |= {"BLOCK": block, "MIX_A": _MIX_A, "MIX_B": _MIX_B}
-    return Launch(digest_kernel, grid, given, warps=4, stages=1)
+    args = {"words": words, "sums": sums, "n": n, "width": width, "start": start, "ROWS": rows}
+    args |= {"BLOCK": block, "MIX_A": _MIX_A, "MIX_B": _MIX_B}
+    return Launch(digest_kernel, grid, args, warps=4, stages=1)
 
 
 @triton.jit(  # else it is compiled again for each shape
@@ -76,6 +75,7 @@ def digest_kernel(
     MIX_A: tl.constexpr,
     MIX_B: tl.constexpr,
 ):
+    """Add the digests of rows to the sums of each program, as :func:`digest_rows` says."""
     program = tl.program_id(0)
     exact = tl.zeros((ROWS,), tl.int64)
     rows = tl.zeros((ROWS,), tl.int64)

@@ -11,8 +11,7 @@ import torch
 
 COPY_PROGRAMS = 16
 """Programs of a copy over the bus. With 16 KiB each on their way they fill a bus of 64 GB/s whose
-latency is four microseconds; every further one would wait for the bus on a multiprocessor that the
-matrix products beside the copy want."""
+latency is 4 microseconds; more would wait on multiprocessors that matrix products want."""
 
 FLUSH_BYTES = 256 << 20  # more than any GPU's L2 cache holds
 HEAD_START_CYCLES = 500_000  # the GPU waits for them, so that all launches are queued by then
@@ -43,7 +42,7 @@ class Launch:
 
 @lru_cache
 def copy_programs(device: torch.device) -> int:
-    """At most :data:`COPY_PROGRAMS`, and a quarter of the multiprocessors of ``device``."""
+    """Programs of a copy: :data:`COPY_PROGRAMS`, at most a quarter of a GPU's multiprocessors."""
     if device.type != "cuda":
         return COPY_PROGRAMS
     processors = torch.cuda.get_device_properties(device).multi_processor_count

@@ -5,9 +5,8 @@ slots. Then hidden states are saved in two stages (paper section 4.2.2). At the 
 which rows were written.
 
 Stage one takes the rows of one layer out of the forward pass into a staging buffer on the device.
-It may be recorded in a CUDA graph, so everything that changes from step to step (where rows go, and
-the step's number) is read from device memory. Beside each row it leaves the step's number: proof
-that this layer's row was written by this step, and not by an earlier one.
+It may be recorded in a CUDA graph, so where rows go, and the step's number, are read from device
+memory. Beside each row it leaves the step's number: proof that this step wrote the row.
 
 Stage two moves the staged rows of many layers to their pages in host memory, in one launch. Kernels
 move the largest words that everything is aligned to: over the bus, many small stores cost more.
@@ -23,8 +22,7 @@ from .launch import Launch, alignment, block_launch, copy_programs
 
 TokenRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # slots, positions and token ids
 
-_BEGUN, _JUDGED = 256, 128
-"""Tokens of a program that begins a step, and of one that judges it."""
+_BEGUN, _JUDGED = 256, 128  # tokens of a program that begins a step, and of one that judges it
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def begin_rows(
 
 
 def judge_rows(marks: torch.Tensor, step: int, verdicts: torch.Tensor) -> None:
-    """Say of each row of a step whether it was written in all layers. ``marks``: the step that
+    """Write for each row of a step whether it was written in all layers. ``marks``: the step that
     wrote each row, int64 ``[layers, n]``; rows of a layer contiguous. ``verdicts``: uint8 ``[n]``,
     contiguous, in memory that the device can write (pinned): 1 if all layers have that number, 2 if
     one has :data:`WRONG_STEP`, otherwise 0."""
@@ -82,20 +80,22 @@ def begin_launch(
     number: int,
     placed: range,
 ) -> Launch:
+    """The launch of :func:`begin_rows`."""
     slots, positions, token_ids = (values.contiguous() for values in tokens)
     most = now.targets.numel()
-    given = {"slots": slots, "positions": positions, "token_ids": token_ids, "n": slots.numel()}
-    given |= {"table": table, "host_table": host_table, "targets": now.targets, "step": now.number}
-    given |= {"number": number, "first": placed.start, "placed": len(placed), "most": most}
+    args = {"slots": slots, "positions": positions, "token_ids": token_ids, "n": slots.numel()}
+    args |= {"table": table, "host_table": host_table, "targets": now.targets, "step": now.number}
+    args |= {"number": number, "first": placed.start, "placed": len(placed), "most": most}
     grid = (triton.cdiv(max(slots.numel(), most), _BEGUN),)
-    return block_launch(begin_kernel, grid, _BEGUN, _WARP, **given, NONE=NOWHERE)
+    return block_launch(begin_kernel, grid, _BEGUN, _WARP, **args, NONE=NOWHERE)
 
 
 def judge_launch(marks: torch.Tensor, step: int, verdicts: torch.Tensor) -> Launch:
+    """The launch of :func:`judge_rows`."""
     layers, n = marks.shape
-    given = {"marks": marks, "layer_stride": marks.stride(0), "layers": layers, "n": n}
-    given |= {"step": step, "verdicts": verdicts, "WRONG": WRONG_STEP}
-    return block_launch(judge_kernel, (triton.cdiv(n, _JUDGED),), _JUDGED, _WARP, **given)
+    args = {"marks": marks, "layer_stride": marks.stride(0), "layers": layers, "n": n}
+    args |= {"step": step, "verdicts": verdicts, "WRONG": WRONG_STEP}
+    return block_launch(judge_kernel, (triton.cdiv(n, _JUDGED),), _JUDGED, _WARP, **args)
 
 
 @triton.jit(  # else it is compiled again in service
@@ -233,16 +233,17 @@ def save_rows(
 def stage_launch(
     rows: torch.Tensor, targets: torch.Tensor, step: torch.Tensor, staged: StagedRows, layer: int
 ) -> Launch:
+    """The launch of :func:`stage_rows`."""
     size = rows.element_size()
     (n, row_bytes), stride = (len(rows), rows.shape[1] * size), rows.stride(0) * size
     # The model's own tensors may be rows of something wider.
     word = min(_WIDEST_WORD, alignment(row_bytes, stride, rows.storage_offset() * size))
     words = row_bytes // word
     block = min(_MOST_WORDS, triton.next_power_of_2(words))
-    given = {"rows": rows.view(_WORDS[word]), "row_stride": stride // word, "WORDS": words}
-    given |= {"staged": staged.rows[layer].view(_WORDS[word]), "marks": staged.marks[layer]}
-    given |= {"targets": targets, "step": step, "NONE": NOWHERE}
-    return block_launch(stage_kernel, (n, triton.cdiv(words, block)), block, _WARP, **given)
+    args = {"rows": rows.view(_WORDS[word]), "row_stride": stride // word, "WORDS": words}
+    args |= {"staged": staged.rows[layer].view(_WORDS[word]), "marks": staged.marks[layer]}
+    args |= {"targets": targets, "step": step, "NONE": NOWHERE}
+    return block_launch(stage_kernel, (n, triton.cdiv(words, block)), block, _WARP, **args)
 
 
 def save_launch(
@@ -260,13 +261,13 @@ def save_launch(
     word = min(_WIDEST_WORD, aligned)
     words = row_bytes // word
     block = min(_MOST_WORDS, triton.next_power_of_2(words))
-    given = {"staged": staged.view(_WORDS[word]), "layer_stride": staged.stride(0) // word}
-    given |= {"arena": arena.view(_WORDS[word]), "page_words": arena.shape[1] // word}
-    given |= {"slots": slots, "shadows": shadows, "segments": segments, "n": n, "layers": layers}
-    given |= {"PAGE_SIZE": page_size, "FIRST": kept.start, "KEPT": len(kept)}
-    given |= {"WORDS": words, "WORD_BYTES": word, "ALIGNED": aligned}
+    args = {"staged": staged.view(_WORDS[word]), "layer_stride": staged.stride(0) // word}
+    args |= {"arena": arena.view(_WORDS[word]), "page_words": arena.shape[1] // word}
+    args |= {"slots": slots, "shadows": shadows, "segments": segments, "n": n, "layers": layers}
+    args |= {"PAGE_SIZE": page_size, "FIRST": kept.start, "KEPT": len(kept)}
+    args |= {"WORDS": words, "WORD_BYTES": word, "ALIGNED": aligned}
     grid = (min(copy_programs(slots.device), n * layers),)
-    return block_launch(save_kernel, grid, block, _WARP, **given)
+    return block_launch(save_kernel, grid, block, _WARP, **args)
 
 
 @triton.jit

@@ -52,8 +52,8 @@ def gather_pages(
 def scatter_pages(
     rows: torch.Tensor, pages: torch.Tensor, page_ids: torch.Tensor, offset: int
 ) -> None:
-    """The other way round: write rows, uint8 ``[p, length]``, to the same bytes of many pages. Two
-    rows for one page leave either of them there."""
+    """Write rows, uint8 ``[p, length]``, to bytes ``offset`` to ``offset + length`` of the pages
+    ``page_ids``. If a page is named twice, it gets either row."""
     check_tensor("rows", rows, BYTES, (len(rows), "length"))
     _check_pages(pages, offset, rows.shape[1])
     _check_ids("page_ids", page_ids, len(rows), len(pages), rows.device)
@@ -110,7 +110,7 @@ def gather_planes(
 
 
 def _check_pages(pages: torch.Tensor, offset: int, length: int) -> None:
-    """Refuse memory that is no pages and a segment that no page holds."""
+    """Raise ValueError for memory that is no pages, or bytes (a segment) that no page holds."""
     check_tensor("pages", pages, BYTES, ("pages", "page_bytes"))
     for name, value in (("page_bytes", pages.shape[1]), ("offset", offset), ("length", length)):
         if value % WORD:
@@ -122,8 +122,8 @@ def _check_pages(pages: torch.Tensor, offset: int, length: int) -> None:
 def _check_ids(
     name: str, ids: torch.Tensor, count: int, limit: int, device: torch.device | None = None
 ) -> None:
-    """Refuse ids that are no vector of ``count``, or (CPU) not below ``limit``. Whoever made ids on
-    a GPU has checked them."""
+    """Raise ValueError for ids that are no vector of ``count``, or, on a CPU, not below ``limit``:
+    values on a GPU are not read, because that would wait for it."""
     check_tensor(name, ids, INDEX_TYPES, (count,), device)
     if ids.is_cpu:
         check_range(name, ids, limit, "all there are")

@@ -11,14 +11,11 @@ from ..launch import Launch, alignment, block_launch, copy_programs
 
 WORD = 8  # bytes that move together; lengths, offsets and page sizes are multiples of it
 SIZES = ("offset", "parts", "count")
-"""Arguments that differ from launch to launch. Triton would compile a kernel again for those that
-are 1, or multiples of 16, and that in the middle of a restore..."""
+"""Arguments that differ from launch to launch: for some Triton would compile the kernel again..."""
 ADDRESSES = ("pages", "page_ids", "pool_ids", "rows", "first", "second", "table", "offsets")
-"""...and likewise for addresses: part of a restore may begin at any page. ``ALIGNED`` tells the
-compiler of them what it may know."""
+"""...and likewise for addresses. ``ALIGNED`` gives the compiler their alignment."""
 
-_MOST_WORDS = 2048
-"""16 KiB a program: eight 16-byte accesses in flight in each thread hide the bus's latency."""
+_MOST_WORDS = 2048  # 16 KiB a program: eight accesses in flight in a thread hide the bus's latency
 
 Planes = tuple[torch.Tensor, ...]
 
@@ -155,7 +152,8 @@ def _copy(
     TOKENS: tl.constexpr = 1,
     GROUPS: tl.constexpr = 1,
 ):
-    """Copy a part of a segment; of several groups the rows have tokens outside of the groups."""
+    """Copy part number ``part`` (``BLOCK`` words) of a segment to ``rows``, with ``SAVE`` back. A
+    segment is group by group, and there token by token; rows are token by token."""
     # Threads take two neighbouring words at once where the addresses are multiples of 16.
     at = part % ((WORDS + BLOCK - 1) // BLOCK) * BLOCK + tl.arange(0, BLOCK)
     segment = tl.multiple_of(segment.to(tl.pointer_type(tl.int64)), ALIGNED)
@@ -187,6 +185,7 @@ def rows_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Copy one segment of each page, in each layer, to ``rows``, or with ``SAVE`` back."""
     part = tl.program_id(0).to(tl.int64)
     while part < parts:
         item = part // ((WORDS + BLOCK - 1) // BLOCK)
@@ -218,6 +217,7 @@ def planes_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Copy K and V (FIRST and SECOND words) of pages to pages of the pool; with SAVE back."""
     of_first: tl.constexpr = (FIRST + BLOCK - 1) // BLOCK
     per_item: tl.constexpr = of_first + (SECOND + BLOCK - 1) // BLOCK
     part = tl.program_id(0).to(tl.int64)

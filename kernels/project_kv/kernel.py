@@ -12,43 +12,43 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["n"])  # else it is compiled again in a restore
 def project_kv_kernel(
     source,  # hidden states [n, depth]; without weight the finished product [n, PARTS * ...]
-    weight,
-    bias,
-    positions,
-    slots,
+    weight,  # [2 * KV_HEADS * HEAD_DIM, depth], or None
+    bias,  # [2 * KV_HEADS * HEAD_DIM], or None
+    positions,  # int [n]
+    slots,  # int [n]
     n,
     depth,
     source_stride,
     weight_stride,
-    pool_k,
+    pool_k,  # [slots, KV_HEADS, HEAD_DIM]
     pool_v,
     k_slot_stride,
     k_head_stride,
     v_slot_stride,
     v_head_stride,
-    k_scale,
+    k_scale,  # an fp8 pool holds K / k_scale
     v_scale,
-    norm_weight,
+    norm_weight,  # of K, or None
     norm_bias,
-    norm_weight_head_stride,
+    norm_weight_head_stride,  # 0: all heads have the same weights
     norm_bias_head_stride,
     epsilon,
-    cos_sin,
-    K_LIMIT: tl.constexpr,
+    cos_sin,  # [positions, ROTARY_DIM]
+    K_LIMIT: tl.constexpr,  # largest value of an fp8 pool; None for other types
     V_LIMIT: tl.constexpr,
-    NORM: tl.constexpr,
-    OVER_ALL: tl.constexpr,
+    NORM: tl.constexpr,  # kind of the norm of K: "rms", "layer" or None
+    OVER_ALL: tl.constexpr,  # the norm is over all heads together, not over each
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    PAIRS: tl.constexpr,  # of dimensions of a head, up to a power of two
+    ROTARY_DIM: tl.constexpr,  # 0: no RoPE
+    INTERLEAVED: tl.constexpr,  # RoPE turns dimensions 2i and 2i + 1; otherwise halves
     ROUNDING: tl.constexpr,  # Rounding
-    KEYS_BY_ROW: tl.constexpr,
+    KEYS_BY_ROW: tl.constexpr,  # K of token i goes to row i of pool_k, not to its slot
     PARTS: tl.constexpr,  # 1: only K
     TILE: tl.constexpr,  # TileConfig
-    DEPTH_EVEN: tl.constexpr,
-    COLUMNS_EVEN: tl.constexpr,
+    DEPTH_EVEN: tl.constexpr,  # depth is a multiple of TILE.depth
+    COLUMNS_EVEN: tl.constexpr,  # tiles have no padding
 ):
     """One program: a tile of tokens and heads of K, or of V."""
     ROWS: tl.constexpr = TILE.rows
@@ -174,7 +174,8 @@ def _pair_dims(pair, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAV
 
 @triton.jit
 def _normalise(a, b, real, epsilon, KIND: tl.constexpr, OVER_ALL: tl.constexpr, SIZE: tl.constexpr):
-    """Normalise over each head, or over all heads, which the tile then holds. Padding is zero."""
+    """Normalise K, as pairs ``a`` and ``b``, over each head, or over all heads, which the tile then
+    holds: ``SIZE`` values. What is not ``real`` (``[heads, pairs]``) is padding, and stays zero."""
     if KIND == "layer":
         mean = tl.sum(a + b, axis=2, keep_dims=True)
         if OVER_ALL:
@@ -203,7 +204,7 @@ def _rounded(x, MODEL: tl.constexpr, REALLY: tl.constexpr):
 
 @triton.jit
 def _cos_sin(cos_sin, positions, row_mask, PAIRS: tl.constexpr, ROTARY_DIM: tl.constexpr):
-    """Cosine and sine of each row's angles; pairs from ``ROTARY_DIM / 2`` on are not turned."""
+    """Cosine and sine of each row's angles, ``[rows, 1, pairs]``; 1 and 0 for pairs not turned."""
     pair = tl.arange(0, PAIRS)[None, :]
     mask = row_mask[:, None] & (pair < ROTARY_DIM // 2)
     at = cos_sin + positions.to(tl.int64)[:, None] * ROTARY_DIM + pair

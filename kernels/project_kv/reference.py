@@ -82,6 +82,7 @@ def _rotate(
 
 
 def _store(pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, scale: float) -> None:
+    """Write rows, K or V of tokens, to slots of the pool: for fp8 divided by ``scale`` before."""
     if pool.dtype in FP8_TYPES:
         limit = torch.finfo(pool.dtype).max
         rows = (rows / scale).float().clamp(-limit, limit).to(pool.dtype)

@@ -7,8 +7,7 @@ Which of them is the fastest is measured once on a device, and kept in a file.
 
 The file is ``hcache/project_kv-DEVICE.json`` under ``$XDG_CACHE_HOME`` (default ``~/.cache``).
 Without a measurement the library way is taken: its product is tuned for every device.
-``triton.autotune`` cannot choose here: the library way is not a configuration of the kernel, and
-autotuning measures at the first call of each size, which is in the middle of a restore.
+``triton.autotune`` cannot choose: it would measure in the middle of a restore.
 """
 
 import contextlib
@@ -65,8 +64,7 @@ def fused_configs(kind: LayerKind, capability: tuple[int, int]) -> tuple[TileCon
     None of them spills, whatever norm, RoPE, biases and types of such a layer: tests compile them
     for 8.0, 8.9, 9.0 and 10.0. Empty for heads too small for a product of tiles, and when rows of
     the weight are not aligned to 16 numbers: loading them would take so many instructions that the
-    library is always faster.
-    """
+    library is always faster."""
     if kind.hidden % 16 or kind.head_dim < 16:
         return ()
     head = 2 * head_pairs(kind.head_dim)
@@ -132,7 +130,7 @@ def possible_ways(
 
 
 def _columns(call: ProjectionCall, columns: int, memory: torch.Tensor | None) -> torch.Tensor:
-    """``[n, columns]`` of flat ``memory``, or new memory."""
+    """Memory for a product, ``[n, columns]``: the begin of flat ``memory``; None: new memory."""
     shape = len(call.hidden), columns
     return (
         call.hidden.new_empty(shape) if memory is None else memory[: math.prod(shape)].view(shape)
@@ -162,42 +160,42 @@ def epilogue_launch(kv: torch.Tensor, call: ProjectionCall) -> Launch:
 
 
 def _launch(call: ProjectionCall, config: TileConfig, keys_by_row: bool = False) -> Launch:
-    """The kernel's launch. If ``config`` has no depth, hidden states are the finished product.
+    """The launch of the kernel. If ``config`` has no depth, ``call.hidden`` is a finished product.
     With ``keys_by_row`` K of token i goes to row i of ``pool.k`` instead of its slot."""
     source, projection, pool = call.hidden, call.projection, call.pool
     n, depth = source.shape
     heads, dim, pairs = projection.kv_heads, projection.head_dim, head_pairs(projection.head_dim)
     norm, rotary = projection.norm, projection.rotary
-    parts = 2 if config.depth else depth // (heads * dim)
+    parts = 2 if config.depth else depth // (heads * dim)  # 2: K and V; 1: the product is K alone
 
     norm_weight, norm_bias = (norm.weight, norm.bias) if norm else (None, None)
 
-    def head_stride(parameter: torch.Tensor | None) -> int:
+    def head_stride(parameter: torch.Tensor | None) -> int:  # 0: all heads have the same, or none
         return dim if parameter is not None and len(parameter) != dim else 0
 
-    def limit(part: torch.Tensor) -> float | None:
+    def limit(part: torch.Tensor) -> float | None:  # largest value of fp8; None for other types
         return torch.finfo(part.dtype).max if part.dtype in FP8_TYPES else None
 
-    given = {"source": source, "source_stride": source.stride(0), "n": n, "depth": depth}
-    given |= {"weight": projection.weight if config.depth else None, "bias": projection.bias}
-    given |= {"weight_stride": projection.weight.stride(0), "KEYS_BY_ROW": keys_by_row}
-    given |= {"positions": call.positions, "slots": call.slots, "ROUNDING": projection.rounding}
-    given |= {"pool_k": pool.k, "k_scale": pool.k_scale, "K_LIMIT": limit(pool.k)}
-    given |= {"k_slot_stride": pool.k.stride(0), "k_head_stride": pool.k.stride(1)}
-    given |= {"pool_v": pool.v, "v_scale": pool.v_scale, "V_LIMIT": limit(pool.v)}
-    given |= {"v_slot_stride": pool.v.stride(0), "v_head_stride": pool.v.stride(1)}
-    given |= {"norm_weight": norm_weight, "norm_weight_head_stride": head_stride(norm_weight)}
-    given |= {"norm_bias": norm_bias, "norm_bias_head_stride": head_stride(norm_bias)}
-    given |= {"NORM": norm.kind if norm else None, "epsilon": norm.epsilon if norm else 0.0}
-    given |= {"OVER_ALL": norm is not None and norm.over == "all"}
-    given |= {"cos_sin": rotary.cos_sin if rotary else None}
-    given |= {"ROTARY_DIM": rotary.rotary_dim if rotary else 0}
-    given |= {"INTERLEAVED": rotary is not None and rotary.style == "interleaved"}
-    given |= {"KV_HEADS": heads, "HEAD_DIM": dim, "PAIRS": pairs, "PARTS": parts, "TILE": config}
-    given |= {"DEPTH_EVEN": config.depth > 0 and depth % config.depth == 0}
-    given |= {"COLUMNS_EVEN": heads % config.heads == 0 and dim == 2 * pairs}
+    args = {"source": source, "source_stride": source.stride(0), "n": n, "depth": depth}
+    args |= {"weight": projection.weight if config.depth else None, "bias": projection.bias}
+    args |= {"weight_stride": projection.weight.stride(0), "KEYS_BY_ROW": keys_by_row}
+    args |= {"positions": call.positions, "slots": call.slots, "ROUNDING": projection.rounding}
+    args |= {"pool_k": pool.k, "k_scale": pool.k_scale, "K_LIMIT": limit(pool.k)}
+    args |= {"k_slot_stride": pool.k.stride(0), "k_head_stride": pool.k.stride(1)}
+    args |= {"pool_v": pool.v, "v_scale": pool.v_scale, "V_LIMIT": limit(pool.v)}
+    args |= {"v_slot_stride": pool.v.stride(0), "v_head_stride": pool.v.stride(1)}
+    args |= {"norm_weight": norm_weight, "norm_weight_head_stride": head_stride(norm_weight)}
+    args |= {"norm_bias": norm_bias, "norm_bias_head_stride": head_stride(norm_bias)}
+    args |= {"NORM": norm.kind if norm else None, "epsilon": norm.epsilon if norm else 0.0}
+    args |= {"OVER_ALL": norm is not None and norm.over == "all"}
+    args |= {"cos_sin": rotary.cos_sin if rotary else None}
+    args |= {"ROTARY_DIM": rotary.rotary_dim if rotary else 0}
+    args |= {"INTERLEAVED": rotary is not None and rotary.style == "interleaved"}
+    args |= {"KV_HEADS": heads, "HEAD_DIM": dim, "PAIRS": pairs, "PARTS": parts, "TILE": config}
+    args |= {"DEPTH_EVEN": config.depth > 0 and depth % config.depth == 0}
+    args |= {"COLUMNS_EVEN": heads % config.heads == 0 and dim == 2 * pairs}
     grid = (triton.cdiv(n, config.rows) * parts * triton.cdiv(heads, config.heads),)
-    return Launch(project_kv_kernel, grid, given, config.warps, config.stages)
+    return Launch(project_kv_kernel, grid, args, config.warps, config.stages)
 
 
 logger = logging.getLogger(__name__)
@@ -305,8 +303,8 @@ def measure_choice(projection: KVProjection, pool_type: torch.dtype) -> None:
 
 
 def _random_call(projection: KVProjection, pool_type: torch.dtype, n: int) -> ProjectionCall:
-    weight, rotary = projection.weight, projection.rotary
-    device = weight.device
+    """A call for ``n`` tokens with random hidden states, in new memory, to time ways with."""
+    weight, rotary, device = projection.weight, projection.rotary, projection.weight.device
     hidden = torch.randn(n, weight.shape[1], device=device).to(weight.dtype)
     positions = torch.arange(n, device=device)
     if rotary is not None:
