@@ -20,18 +20,15 @@ from hcache_backend.restore.layers import Recompute
 from hcache_backend.streams import current_stream, host_tensor, to_device
 from hcache_kernels.staging import save_rows
 
-# fields of a batch whose requests bring embeddings of their own
-_EMBEDDINGS = ("input_embeds", "replace_embeds")
+_EMBEDDINGS = ("input_embeds", "replace_embeds")  # of a batch whose requests bring their own
 
 
 class HiddenCapture:
     """Hands each layer's projection input to the staged capture. ``layers``: for each one its
-    attention module, and the linear modules in it. Nothing here raises into the forward pass.
-
-    The projection of a layer is the linear module that is fed first after its attention module was
+    attention module, and the linear modules in it. Nothing here raises into the forward pass. The
+    projection of a layer is the linear module that is fed first after its attention module was
     called. So hooks on both can be there before SGLang records its CUDA graphs. Once projections
-    are known, ours stands around the ``forward`` of each: torch's hooks take longer.
-    """
+    are known, ours stands around the ``forward`` of each: torch's hooks take longer."""
 
     def __init__(self, layers: Sequence[tuple[torch.nn.Module, Iterable[torch.nn.Module]]]) -> None:
         self.staging: Staging | None = None  # recorded CUDA graphs copy to it
@@ -43,8 +40,7 @@ class HiddenCapture:
         self._hooks: list[Any] = []
         self._complained = self._noted_unfit = False
         for index, (module, linears) in enumerate(layers):
-            on_call = partial(self._on_call, index)
-            self._hooks.append(module.register_forward_pre_hook(on_call))
+            self._hooks.append(module.register_forward_pre_hook(partial(self._on_call, index)))
             for linear in linears:
                 on_input = partial(self._on_linear, index)
                 self._hooks.append(linear.register_forward_pre_hook(on_input, with_kwargs=True))
@@ -103,6 +99,7 @@ class HiddenCapture:
         return output
 
     def _log_errors(self, work: Callable[..., Any], *args: object) -> Any:
+        """The result of ``work(*args)``; None if that raised, which is logged."""
         try:
             return work(*args)
         except Exception as error:
@@ -114,6 +111,7 @@ class HiddenCapture:
         self._complain(f"{type(error).__name__}: {error}")
 
     def _begin(self, capture: StagedCapture, batch: Any) -> Step | None:
+        """Begin to capture the pass over SGLang's ``batch``; None: it is not captured."""
         try:
             self._publish(capture)
             return self._begin_step(capture, batch)
@@ -124,6 +122,7 @@ class HiddenCapture:
             raise
 
     def _begin_step(self, capture: StagedCapture, batch: Any) -> Step | None:
+        """:meth:`_begin`, which may raise. None also notes the slots as not captured."""
         slots = _slots(batch)
         ids, positions = batch.input_ids, batch.positions
         if slots is None or slots.numel() == 0:
@@ -149,11 +148,11 @@ class HiddenCapture:
         return step
 
     def _end(self, capture: StagedCapture, step: Step, replayed: bool) -> None:
+        """Launch the transfer of a step's rows. ``replayed``: a CUDA graph was the forward pass."""
         if capture.end(step, replayed=replayed):
-            if self._trial:
-                return
-            metrics.TOKENS.count("captured", step.tokens)
-            metrics.BYTES.count("captured", step.tokens * capture.row_bytes)
+            if not self._trial:
+                metrics.TOKENS.count("captured", step.tokens)
+                metrics.BYTES.count("captured", step.tokens * capture.row_bytes)
         elif replayed:
             self._complain(f"a CUDA graph of {step.tokens} tokens")
         else:
@@ -165,11 +164,13 @@ class HiddenCapture:
     def _on_linear(
         self, index: int, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        """Take the input of the first linear module that runs after layer ``index`` was called."""
         if self._called[index]:
             self._called[index] = False
             self._take(index, args[0] if args else next(iter(kwargs.values()), None))
 
     def _take(self, index: int, hidden: object) -> None:
+        """Stage the projection input of layer ``index``, or divert it (:meth:`divert_to`)."""
         if get_ident() != self._thread:
             return  # a restore may project with attention modules on a thread of its own
         if self._diverted_to is not None:
@@ -184,6 +185,7 @@ class HiddenCapture:
             self._note_error(error)
 
     def _publish(self, capture: StagedCapture) -> None:
+        """Add to metrics and log what the ledger has learned of earlier steps."""
         elapsed, missing, unfit = capture.ledger.take_counts()
         if elapsed:
             metrics.STAGE_SECONDS.observe("capture_transfer", elapsed / 1e3)
@@ -204,7 +206,7 @@ class HiddenCapture:
 
 
 class _InputHook:
-    """Tells ``on_input`` what ``module`` is given first, before each of its forward passes."""
+    """Has ``module.forward`` first call ``on_input`` with the first argument of its call."""
 
     def __init__(self, module: torch.nn.Module, on_input: Callable[[object], None]) -> None:
         self._module, self._before = module, vars(module).get("forward")
@@ -217,7 +219,7 @@ class _InputHook:
         module.forward = self._watched = watched
 
     def remove(self) -> None:
-        """Leave the module as it was; a hook that was put around this one stays, and this in it."""
+        """Put the original ``forward`` back, unless another hook was put around this one since."""
         if vars(self._module).get("forward") is not self._watched:
             return
         del self._module.forward
@@ -241,8 +243,8 @@ class RecomputedRows:
     _seen: list[int] = field(default_factory=list)  # of each layer, how many
 
     def with_rows_taken(self, recompute: Recompute) -> Recompute:
-        """The same, and its rows are taken while it runs, for :meth:`save_rows`. It raises if a
-        layer shows too few."""
+        """``recompute`` with a ``fill`` that also keeps the inputs of projections, for
+        :meth:`save_rows`; it raises if a layer shows another number of rows than tokens."""
         tokens = len(recompute.slots)
 
         def fill() -> None:
@@ -258,14 +260,15 @@ class RecomputedRows:
         return recompute._replace(fill=fill)
 
     def _take(self, layer: int, hidden: object) -> None:
+        """Append rows (``[n, hidden]``) of ``layer``: a pass may compute its tokens in chunks."""
         assert self._rows is not None and isinstance(hidden, torch.Tensor)
         start = self._seen[layer]
         self._seen[layer] = stop = start + len(hidden)
         self._rows[layer, start:stop] = hidden
 
     def save_rows(self, pages: Ids) -> torch.Tensor:
-        """Copy them to physical ``pages`` (int64 ``[p]``) of the arena, on the current stream.
-        Returns a mask of those that the codec holds whole, bool ``[p]``, on its way to the CPU."""
+        """Copy the taken rows to physical ``pages`` (int64 ``[p]``) of the arena, on the current
+        stream. Returns a mask of pages that the codec holds, bool ``[p]``, still being copied."""
         capture, rows, self._rows = self._capture, self._rows, None
         assert rows is not None
         layout = capture.arena.layout

@@ -3,8 +3,7 @@
 - Slots, tokens and verdicts are in device memory. The next forward pass copies them to the CPU.
 - The engine waits for the results of a pass before it launches two more (with pipeline stages
   more). So a copy is known to have arrived once the next pass has begun: no rank waits, and all
-  know it at the same point.
-"""
+  know it at the same point."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ class Ledger:
         self.unfit_tokens = 0  # with a row that the codec cannot hold
         self.transfer_ms = 0.0  # of stage two
         self.buffers = HostBuffers(device)
-        self._arena = arena
-        self._device = device
+        self._arena, self._device = arena, device
         self._wanted: list[tuple[Read, torch.Tensor]] = []
         self._copies: deque[_Copy] = deque()
         self._entries: deque[_Entry] = deque()
@@ -107,11 +105,10 @@ class Ledger:
     ) -> tuple[StepEntry, torch.Tensor]:
         """A forward pass over ``slots`` begins, which copies all that is wanted to the CPU.
         ``launch`` writes slots, positions and token ids on the current stream, to int64 ``[3, n]``
-        on the device and ``[3 * n]`` on the CPU. Returns the entry and the former."""
+        on the device and ``[3 * n]`` on the CPU. Returns the step's entry and the device tensor."""
         self._forget_allocation_of(slots)
         self.copy_wanted()
-        shape = (3, slots.numel())
-        table = torch.empty(shape, dtype=torch.int64, device=self._device)
+        table = torch.empty((3, slots.numel()), dtype=torch.int64, device=self._device)
         buffer, stream = self.buffers.take(table.numel(), torch.int64), current_stream(self._device)
         stream.run(lambda: launch(table, buffer.values))
         read, entry = Read(), StepEntry()
@@ -120,7 +117,7 @@ class Ledger:
         return entry, table
 
     def take_counts(self) -> tuple[float, int, int]:
-        """Time of stage two, and tokens missing and unfit, since the last call."""
+        """Milliseconds of transfers, missing tokens and unfit tokens, each since the last call."""
         taken = self.transfer_ms, self.missing_tokens, self.unfit_tokens
         self.transfer_ms, self.missing_tokens, self.unfit_tokens = 0.0, 0, 0
         return taken
@@ -136,8 +133,8 @@ class Ledger:
         return self.broken is None and self._arena.none_lost and all(s.promised for s in steps)
 
     def settle(self, *, wait: bool = True) -> None:
-        """Tell the arena what is known. ``wait`` waits for the rest, behind the start of the last
-        forward pass and not behind its end; never for verdicts."""
+        """Make, in order, the calls to the arena whose values are on the CPU. ``wait``: first wait
+        for all values, though not for the end of a forward pass, nor for verdicts of steps."""
         try:
             if wait:
                 self.copy_wanted()
@@ -162,7 +159,7 @@ class Ledger:
     def forget(self) -> None:
         """Call when all slots were freed or all rows lost their meaning."""
         self._entries.clear()
-        # Their memory is still to be written.
+        # The device still writes to the buffers of these results.
         self._results = deque(result._replace(step=None) for result in self._results)
         self._arena.forget()
 
@@ -202,6 +199,7 @@ class Ledger:
         self._wanted = []
 
     def _arrive(self, copy: _Copy) -> None:
+        """Wait for ``copy``, give each of its reads its values, and give the buffer back."""
         copy.event.synchronize()
         values, end = copy.buffer.array.copy(), 0
         self.buffers.give_back(copy.buffer)
@@ -214,6 +212,7 @@ class Ledger:
         entry.begun = slots, ticket
 
     def _apply_results(self) -> None:
+        """Give the arena the verdicts that have arrived, of steps that it knows, in order."""
         while self._results and self._results[0].done.query():
             step, verdicts, start, done = self._results[0]
             if step is not None and step.begun is None:

@@ -6,8 +6,7 @@
   tokens. With a codec another launch encodes them first.
 - A step that is too long for these rows uses the same memory as a ring of layers.
 - The forward pass never waits for the CPU. If staging is full, its *stream* waits for the transfer
-  that still reads the rows.
-"""
+  that still reads the rows."""
 
 from __future__ import annotations
 
@@ -104,18 +103,14 @@ class Staging:
         self.capacity = capacity  # tokens; CUDA graphs of larger batches are not captured
         self.device = torch.device(device)
         self._take_memory()
-        self._now = StepTargets(
-            torch.full((capacity,), NOWHERE, dtype=torch.int64, device=device),
-            torch.zeros(1, dtype=torch.int64, device=device),
-        )
+        targets = torch.full((capacity,), NOWHERE, dtype=torch.int64, device=device)
+        self._now = StepTargets(targets, torch.zeros(1, dtype=torch.int64, device=device))
         self._step_targets = capacity, self._now.targets  # of so many rows, for each layer
 
     def _take_memory(self) -> None:
         shape = (self.layers, self.capacity)
-        self.staged = StagedRows(
-            torch.zeros((*shape, self.row_bytes), dtype=torch.uint8, device=self.device),
-            torch.zeros(shape, dtype=torch.int64, device=self.device),
-        )
+        rows = torch.zeros((*shape, self.row_bytes), dtype=torch.uint8, device=self.device)
+        self.staged = StagedRows(rows, torch.zeros(shape, dtype=torch.int64, device=self.device))
 
     def free(self) -> None:
         """Give the memory back; nothing may be under way. Recorded copies then do nothing."""
@@ -131,11 +126,11 @@ class Staging:
     def begin(
         self, tokens: TokenRows, step: int, ring_rows: range
     ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """Returns ``launch`` of :meth:`Ledger.step`; ``ring_rows``: a row per token, or none."""
+        """``launch`` for :meth:`Ledger.begin_step`. ``ring_rows``: one a token; empty: no rows."""
         return lambda table, copied: begin_rows(tokens, table, copied, self._now, step, ring_rows)
 
     def name_none(self) -> None:
-        """Want no row from now on, on the current stream."""
+        """Stage no rows from now on: every row has the target NOWHERE, on the current stream."""
         current_stream(self.device).run(lambda: self._now.targets.fill_(NOWHERE))
 
     def forget_marks(self) -> None:
@@ -150,7 +145,7 @@ class Staging:
         return matrix and shape[0] >= rows and shape[1] == self.width
 
     def stage(self, layer: int, hidden: torch.Tensor, rows: int) -> None:
-        """Copy the first ``rows`` of ``hidden`` to the targets named last."""
+        """Copy the first ``rows`` of ``hidden`` to the staging rows that the present step has."""
         if rows > self.capacity:
             return  # a recorded batch that is too large: its rows will lack their marks
         if self._step_targets[0] != rows:
@@ -266,12 +261,14 @@ class StagedCapture(Capture):
             self.ledger.give_up(f"{type(error).__name__}: {error}")
 
     def _free_rows(self, tokens: int) -> range:
+        """The next rows of the ring for so many tokens; empty if these are too many at once."""
         if tokens > self.most_at_once:
             return range(0)
         first = self._next_row if self._next_row + tokens <= self._staging.capacity else 0
         return range(first, first + tokens)
 
     def _use_rows(self, ring_rows: range, token_table: torch.Tensor, entry: StepEntry) -> Step:
+        """A step whose tokens have ``ring_rows`` in all layers, free once earlier transfers end."""
         first, tokens, layers = ring_rows.start, len(ring_rows), self._staging.layers
         self._ring, self._next_row = None, ring_rows.stop
         self._wait_for_rows(first, ring_rows.stop)
@@ -279,6 +276,7 @@ class StagedCapture(Capture):
         return Step(tokens, self._steps, token_table, entry, first, marks, [0] * layers)
 
     def _use_layers(self, tokens: int, token_table: torch.Tensor, entry: StepEntry) -> Step:
+        """A step that is too long for the rows: staging becomes a ring of whole layers."""
         # No graph that copies to these rows is replayed: none is recorded for so long a step.
         size = tokens * self._staging.row_bytes
         if self._ring is None or len(self._ring[0][0]) != size:
@@ -300,7 +298,7 @@ class StagedCapture(Capture):
             current_stream(self.device).wait(last)
 
     def take(self, layer: int, hidden: object) -> None:
-        """Stage one of the projection's input; outside of a step only to record CUDA graphs."""
+        """Stage the projection's input of a layer; outside of a step only to record CUDA graphs."""
         step = self._step
         if step is None:
             if recording_graph():
@@ -333,14 +331,13 @@ class StagedCapture(Capture):
         self._ring[-1] = part, self._transfer.record()
 
     def end(self, step: Step, *, replayed: bool) -> bool:
-        """Launch stage two behind the forward pass; ``replayed`` ones showed Python no layer.
-        Returns True if the rows are promised; otherwise they stay void."""
+        """Launch the transfer behind the forward pass; ``replayed``: a CUDA graph ran the pass, so
+        Python saw no layer. Returns True if the rows are promised; otherwise the rows stay void."""
         self._step = None
         if replayed and step.first is None:
             return False  # recorded copies know only the ring of rows
         if not replayed and step.layers_seen.count(1) != self._staging.layers:
-            # Transfers may still read memory that the next step writes: these rows stay void.
-            return False
+            return False  # transfers may still read memory that the next step writes
         transfer = self._transfer
         transfer.wait(current_stream(self.device).record())
         start = transfer.record(timed=True)
@@ -409,6 +406,7 @@ class StagedCapture(Capture):
         return self._transfer.record()
 
     def _use_shadows(self, changes: ShadowChanges) -> None:
+        """Enter new physical pages of device pages into the table of shadows on the device."""
         if not len(changes.device_pages):
             return
         entries = held_for_device(np.stack(changes), self.device)

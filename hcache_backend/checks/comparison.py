@@ -8,8 +8,7 @@ They are, in one of three ways (the numbers are in :mod:`hcache_backend.projecti
 - as exact as the model's own at other batch sizes: recomputed layers, specs
   (:meth:`.KVExactness.as_good_as`).
 
-A problem is a message, or None.
-"""
+A problem is a message, or None."""
 
 from __future__ import annotations
 

@@ -96,8 +96,8 @@ class ObservedPass:
     def layer_problem(
         self, layer: AttentionLayer, hidden: torch.Tensor, projector: Projector, codec: str = "none"
     ) -> str | None:
-        """The problem if K and V projected from ``hidden``, which may have been through ``codec``,
-        differ more from the model's than rounding and the codec explain."""
+        """A message if K and V projected from ``hidden`` (encoded and decoded by ``codec`` before)
+        differ more from the model's than rounding and the codec explain; otherwise None."""
         result = compare_projection(layer, hidden, self.positions, self.slots, projector)
         if isinstance(result, str):
             return result
@@ -107,7 +107,7 @@ class ObservedPass:
         self, layer: AttentionLayer, projector: Projector, ways: Sequence[Way | None]
     ) -> KVExactness:
         """Exactness of the projector's writes to the pool against the model's K and V there, which
-        are restored. The worst of ``ways`` counts; rows come in another order than the model's."""
+        are restored. The worst of ``ways`` counts (None: of an unfused spec). Rows are reversed."""
         pool, kernel, slots, by_way = projector.pool, layer.kernel, self.slots, []
         hidden = self.hidden[layer.index]
         wanted = pool.fetch(kernel, slots, hidden.dtype)
@@ -124,10 +124,11 @@ class ObservedPass:
 
 
 def observe(
-    run: Callable[[], ForwardPass], observations: Sequence[Observation], *, calls: bool = True
+    run: Callable[[], ForwardPass], observations: Sequence[Observation], *, learn_calls: bool = True
 ) -> ObservedPass:
-    """Have ``run`` run the model, and describe every layer; all ranks call it. Raises
-    Refused if a layer is built in an unknown way, or, if ``calls`` are to be repeated, called."""
+    """Have ``run`` run the model, and describe every layer; all ranks call it. Raises Refused if a
+    layer is built in an unknown way. ``learn_calls``: also learn to repeat the calls of attention
+    modules; raises Refused for a call of an unknown form."""
     handles = [handle for seen in observations for handle in _register_hooks(seen)]
     try:
         forward = run()
@@ -135,7 +136,7 @@ def observe(
         for handle in handles:
             handle.remove()
     layers, hidden = zip(
-        *(_describe(index, seen, forward, calls=calls) for index, seen in enumerate(observations)),
+        *(_describe(i, one, forward, learn_call=learn_calls) for i, one in enumerate(observations)),
         strict=True,
     )
     quantised = ((seen, name) for seen in observations for name in seen.quantised)
@@ -167,7 +168,7 @@ def _register_hooks(seen: Observation) -> list[Any]:
         seen.calls.append((args, kwargs))
 
     def on_linear(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if seen.projection is None and seen.calls:
+        if seen.projection is None and seen.calls:  # the first one in the attention module
             hidden = first_argument(args, kwargs)
             seen.projection = module
             seen.hidden = hidden.detach().clone() if isinstance(hidden, torch.Tensor) else None
@@ -185,9 +186,9 @@ def _register_hooks(seen: Observation) -> list[Any]:
 
 
 def _depends_on_batch(module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
-    """Call the module twice more, once with a louder last row (``[n, width]``). True if that
-    changes the others: both batches have one shape, so their sums have the same order. True also
-    for rows that are quantised already: the rows before are unknown."""
+    """True if a row of the module's output depends on other rows of its input (``[n, width]``). The
+    module is called twice more, once with a louder last row: the other rows must stay equal. Both
+    batches have one shape, so sums have one order. True also for rows that came quantised."""
     rows = first_argument(args, kwargs)
     if not isinstance(rows, torch.Tensor) or rows.dtype.itemsize == 1:
         return True
@@ -205,9 +206,10 @@ def _depends_on_batch(module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
 
 
 def _describe(
-    index: int, seen: Observation, forward: ForwardPass, *, calls: bool
+    index: int, seen: Observation, forward: ForwardPass, *, learn_call: bool
 ) -> tuple[AttentionLayer, torch.Tensor]:
-    """A layer and the hidden states that it received; Refused if it is of an unknown kind."""
+    """Layer ``index``, and the hidden states that its projection received (``[tokens, hidden]``).
+    Raises Refused for an unknown kind of layer. ``learn_call``: its call can be repeated later."""
     tokens = len(forward.positions)
     if len(seen.calls) != 1 or seen.projection is None:
         raise Refused(
@@ -217,16 +219,16 @@ def _describe(
     if seen.hidden is None or seen.hidden.dim() != 2 or len(seen.hidden) != tokens:
         shape = "no tensor" if seen.hidden is None else f"shape {tuple(seen.hidden.shape)}"
         raise Refused(f"the projection of {seen.name} received {shape} for {tokens} tokens")
-    call: tuple[dict[str, str], dict[str, Any]] = {}, {}
+    names_and_constants: tuple[dict[str, str], dict[str, Any]] = {}, {}  # of the call's arguments
     try:
-        if calls:
-            batch_type = type(forward.batch)
-            call = attention.learn_call(seen.module, *seen.calls[0], forward.positions, batch_type)
+        if learn_call:
+            call = seen.module, *seen.calls[0], forward.positions, type(forward.batch)
+            names_and_constants = attention.learn_call(*call)
     except (attention.UnknownCall, TypeError, ValueError) as error:
         raise Refused(f"{seen.name} {error}") from None
     parts = seen.name, seen.module, seen.kernel, seen.projection
     batch = attention.ProjectionBatch(forward.batch.forward_mode)
-    return AttentionLayer(index, *parts, *call, batch), seen.hidden
+    return AttentionLayer(index, *parts, *names_and_constants, batch), seen.hidden
 
 
 class Recomputed(NamedTuple):
@@ -251,10 +253,10 @@ def check_recompute(
     than in the observed pass, so that leftovers of its batch would show. Nothing may be allocated
     yet, for other slots of the pool are overwritten. Raises Refused if it fails, or not even the
     first layer is exact enough. ``run_again`` runs prompts of these lengths that begin as the
-    observed one does, the first tokens in a pass of their own; it returns the slots of each, at
-    most ``most_requests``. ``other_attention``: in these passes another backend attends, which the
-    recomputer has. What it writes is compared with the observed pass, and recomputations with
-    that."""
+    observed one does, so many first tokens (0: none) in a pass of their own; it returns the slots
+    of each prompt, at most ``most_requests``. ``other_attention``: these passes and the recomputer
+    use another attention backend than the observed pass. Then K and V of that backend are compared
+    with the observed ones, and recomputed ones with those of that backend."""
     slots, tokens, half = observed.slots, len(observed.slots), len(observed.slots) // 2
     dtype, pool, size = observed.hidden[0].dtype, PagedPool(kvcache), kvcache.page_size
 
@@ -267,7 +269,7 @@ def check_recompute(
         return [kv_exactness(got, (k[part], v[part]), pool.dtype) for got, (k, v) in pairs]
 
     def by_half(kv_slots: torch.Tensor) -> list[list[KVExactness]]:
-        """Part by part: among many values the few that differ would not show."""
+        """Exactness of each half, by layer: among all values a few wrong ones would not show."""
         return [exactness(kv_slots, part) for part in halves]
 
     wanted = kv_in(slots)
@@ -337,9 +339,9 @@ def _worst_by_layer(runs: Iterable[list[KVExactness]]) -> list[KVExactness]:
 
 
 def _prompts(tokens: int, most_requests: int) -> Iterator[tuple[list[int], int]]:
-    """Lengths of prompts that run at once, and of their first tokens in a pass of their own: a
-    shorter prompt, as in a chunk, a larger batch, and prompts as long as the spans; at last one in
-    two chunks, whose attention sums in another order."""
+    """Yields batches: the lengths of their prompts, at most ``most_requests``, and the number of
+    first tokens that run in an earlier pass (0: none). These are a shorter prompt, larger batches,
+    and last a prompt in two chunks, whose attention sums in another order."""
     half, most = tokens // 2, most_requests - 1
     prompts = ([half], 0), ([tokens] * 2, 0), ([tokens, half, half], 0), ([tokens], half)
     for lengths, first in prompts:  # the last prompt is longer if there is no room for more
@@ -349,8 +351,8 @@ def _prompts(tokens: int, most_requests: int) -> Iterator[tuple[list[int], int]]
 def _exact_layers(
     observed: ObservedPass, judged: Sequence[_Judged], of_model: list[KVExactness]
 ) -> Recomputed:
-    """The first layers that are as exact as the model's own passes (``of_model``); raises Refused
-    if it is none. ``judged``: what is compared with these, recomputed rows at the end."""
+    """The first layers that are as exact as the model's own passes at other batch sizes
+    (``of_model``); Refused if layer 0 is not. ``judged``: the other passes, recomputation last."""
     layers, problem, beside = len(of_model), None, "; the model at other batch sizes"
     for bound, what, by_layer in judged:
         pairs = zip(by_layer[:layers], of_model, strict=False)
@@ -377,9 +379,8 @@ class Finding:
 
 
 class LayerSpecs:
-    """Gives the projector its specs, at start and after every update of the weights. ``group``: the
-    process group of the tensor-parallel ranks. ``limit``: of positions. ``projection``: a report.
-    """
+    """Gives the projector its specs, at start and after every update of the weights. ``group``: of
+    the tensor-parallel ranks. ``limit``: largest number of positions. ``projection``: a report."""
 
     def __init__(
         self,
@@ -407,7 +408,7 @@ class LayerSpecs:
             raise Refused(problem)
 
     def _find(self, layer: AttentionLayer, evidence: search.Evidence) -> Finding:
-        """Look for the spec of one layer, or the reason why it has none."""
+        """The spec of one layer, or the reason why the layer has none. Never raises."""
         of_module = evidence.of_module
         if os.environ.get(PROJECTION_VARIABLE) == "generic":
             return Finding(None, f"{PROJECTION_VARIABLE} is 'generic'", of_module)
@@ -450,7 +451,8 @@ class LayerSpecs:
                 self._findings[layer.index] = finding = checked
 
     def _check_writing(self, layer: AttentionLayer, finding: Finding) -> Finding:
-        """``finding``, or a replacement with the reason against its spec."""
+        """Project with the spec of ``finding`` to the pool. Returns ``finding`` itself if K and V
+        are exact enough there; otherwise a finding without a spec, with the reason."""
         assert finding.spec is not None
         projector, dtype = self._projector, self._projector.pool.dtype
         projector.specs = [one.spec for one in self._findings]
@@ -495,7 +497,7 @@ class LayerSpecs:
         self._stale = True
 
     def _renew(self) -> None:
-        """Find the specs anew if the weights have changed; without, L3 is quarantined."""
+        """Find the specs anew if the weights have changed; if that is refused, quarantine L3."""
         if not self._stale:
             return
         try:

@@ -6,8 +6,7 @@
   one layer is compared per turn, or one unit of an encoded one: a lossy codec takes milliseconds.
 - Scheduler thread only; all tensor-parallel ranks must get to each step of a check at one point.
 - If a rank cannot run its part of a check (out of memory, say), it abstains and follows the others.
-- Checks rest while they have had more than their share of the thread's time.
-"""
+- Checks rest while they have had more than their share of the thread's time."""
 
 from __future__ import annotations
 
@@ -112,8 +111,8 @@ class _Checks(ABC, Generic[_Layer, _Remaining]):
             self._pool.on_loaded.append(self.on_transfer)
 
     def on_transfer(self, host_pages: Ids, slots: torch.Tensor) -> None:
-        """Begin to check one of these pages, if it is due. They (int64 ``[n]``) are copied to or
-        from ``slots`` (int64 ``[n * page_size]``, on the device) on the current stream."""
+        """Begin to check one of ``host_pages`` (int64 ``[n]``), if one is due. The pages are copied
+        to or from ``slots`` (int64 ``[n * page_size]``, on the device) on the current stream."""
         size, chosen = self._pool.page_size, self._choose(len(host_pages))
         if chosen is None or self._tired or len(self._waiting) >= _WAITING:
             return
@@ -144,7 +143,7 @@ class _Checks(ABC, Generic[_Layer, _Remaining]):
         """Begin to bring the buffer of ``check``; may raise. ``slots``: of the page's tokens."""
 
     def _choose(self, pages: int) -> int | None:
-        """Number of the chosen one of the next ``pages`` pages, or None."""
+        """Index of the page to check among the next ``pages`` pages of transfers; None: none."""
         if self._interval == 0:
             return None
         if self._pages_before >= pages:
@@ -191,8 +190,8 @@ class KVChecks(_Checks[int, _Part]):
         self._wrong: str | None = None  # on this rank
 
     def _parts(self, host_page: int, layers: Sequence[int]) -> deque[_Part]:
-        """Layers that share a slot, the place of their K and V in the buffer, and the part of the
-        slot (:attr:`KVSegments.parts`)."""
+        """For each part of each segment of the page: the layers that share the segment, the place
+        of their K and V in the check's buffer, and the number of the part."""
         parts, start = deque[_Part](), 0
         for slot in dict.fromkeys(map(self._layout_of(host_page).sharing, layers)):
             end = start + sum(map(self._kv.bytes_of, slot))
@@ -205,7 +204,7 @@ class KVChecks(_Checks[int, _Part]):
         check.buffer = self._to_host(self._kv.read_plain(layers, slots))
 
     def propose_checks(self, turn: Turn) -> None:
-        """Propose to compare the first page, if it is there; add the last comparison's result."""
+        """Propose to compare the first page, if it has arrived; add if the last one was right."""
         self._proposal = None
         if not self.failed and (self._waiting or self._tired or self._compares):
             arrived = bool(self._waiting) and self._has_arrived(self._waiting[0])
@@ -288,7 +287,7 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
         weights.on_weights_changed.append(self.drop_waiting)
 
     def propose_checks(self, turn: Turn) -> None:
-        """Propose the results that have arrived."""
+        """Propose for each of the first checks: has its result arrived, are its rows complete."""
         self._proposal = None
         if self._waiting or self._tired:
             flags = []
@@ -300,7 +299,7 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
             self._proposal = turn.propose(self._pace.rested, *flags)
 
     def apply_checks(self) -> None:
-        """The ranks have agreed: handle the checks whose results have arrived on all."""
+        """Judge the pages whose results have arrived on all ranks, except incomplete pages."""
         if self._proposal is None:
             return
         rested, *flags = self._proposal.least
@@ -317,9 +316,9 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
         return deque(layers)
 
     def _launch(self, check: _Check[AttentionLayer], slots: torch.Tensor) -> None:
-        """Differences of the layers from the pool, float64 ``[layers * 2]``, go to the buffer, if
-        all can be computed. All ranks get to the exchange of each layer, even if one raises; the
-        collectives of an attention module are not covered. Raises ExchangeFailed on all ranks."""
+        """Differences of projected K and V from the pool's, float64 ``[layers * 2]``, go to the
+        buffer, if all can be computed. All ranks get to the exchange of each layer, even if one
+        raises, but not to collectives of attention modules. Raises ExchangeFailed on all ranks."""
         layers, layout, device = check.remaining, self._pool.page_layout, slots.device
         host_page = np.array([check.host_page])
         page = self._pool.kv_buffer[int(self._pool.arena.physical(host_page)[0])]
@@ -366,8 +365,7 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
 
     def _all_shares(self, exchange: Exchange, own_share: torch.Tensor) -> torch.Tensor:
         """A segment of the whole page, uint8 ``[shards, bytes]``, of which this rank has
-        ``own_share``;
-        valid until the next call, on the current stream. Raises ExchangeFailed on all ranks."""
+        ``own_share``. Valid until the next call. Raises ExchangeFailed on all ranks."""
         assert self._shards is not None
         gather = exchange.gather_now if exchange.on_scheduler_thread else exchange.gather
         gather(self._shards, lambda shard: shard.copy_(own_share, non_blocking=True))

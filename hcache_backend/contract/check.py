@@ -53,21 +53,21 @@ class Contract:
         problems = dict.fromkeys(fact for fact in facts if fact is not None)
         return ContractResult(len(facts), tuple(problems))
 
-    # ---- for each seam None, or what is wrong with it ----
+    # ---- each yields a fact for each seam: None if it is as needed, otherwise the problem ----
 
     def _names(self) -> Iterator[str | None]:
-        """What we import or hook is there."""
+        """For each name that we import or hook: None if SGLang has it, otherwise a problem."""
         for name in self._needs["names"]:
             exists = self._source.find(name) is not None or _short(name) in self._one_of
             yield None if exists else f"there is no {name}"
 
     def _members(self) -> Iterator[str | None]:
-        """What we ask imported classes for is there."""
+        """For each member that we use of a class: None if it exists, otherwise a problem."""
         for owner, name in self._needs["members"]:
             yield None if self._class_has(owner, name) else f"{_short(owner)} has no {name}"
 
     def _calls(self) -> Iterator[str | None]:
-        """What we call takes our arguments."""
+        """For each call: None if SGLang takes our arguments (``positional`` of them by place)."""
         for name, positional, keywords in self._needs["calls"]:
             target, owner = self._source.find(name), self._source.find(name.rpartition(".")[0])
             if target is None or not isinstance(target.node, ast.ClassDef | ast.FunctionDef):
@@ -78,8 +78,8 @@ class Contract:
             yield problem and f"{_short(name)} {problem}"
 
     def _overrides(self) -> Iterator[str | None]:
-        """Our subclasses override what SGLang calls, take its arguments, and are complete. A method
-        that SGLang renames is one that it stops calling, without a word."""
+        """For each method that our subclasses override: None if SGLang has it (otherwise ours is
+        never called) with these arguments. Problems for missing attributes and abstract methods."""
         for ours, needs in self._needs["overrides"].items():
             base = self._source.find(needs["base"])
             if base is None or not isinstance(base.node, ast.ClassDef):
@@ -98,7 +98,7 @@ class Contract:
                 yield f"{_short(needs['base'])} wants a method {name}, which {ours} has not"
 
     def _attributes(self) -> Iterator[str | None]:
-        """What we read from objects of SGLang's is there."""
+        """For each attribute that we read of a variable (``owner``): None if one class has it."""
         for owner, (classes, names) in self._needs["attributes"].items():
             known = set().union(*map(self.attributes_of, classes))
             for name in names:
@@ -107,14 +107,14 @@ class Contract:
                 yield None if exists else f"{owner}.{name} is not there"
 
     def _alternatives(self) -> Iterator[str | None]:
-        """If versions have different members for one thing, one of these is there."""
+        """For members of which each SGLang version has another one: None if one of them exists."""
         for members in self._needs["one of"]:
             split = (member.rpartition(".") for member in members)
             exists = any(self._class_has(owner, name) for owner, _, name in split)
             yield None if exists else f"there is none of {', '.join(map(_short, members))}"
 
     def _results(self) -> Iterator[str | None]:
-        """What we get from SGLang, or give to it, has the type that it had."""
+        """For each function of known return types: None if its annotation is one of them."""
         for name, known in self._needs["results"].items():
             node = getattr(self._source.find(name), "node", None)
             if isinstance(node, ast.FunctionDef):
@@ -123,7 +123,7 @@ class Contract:
                 yield None if returns in known else other
 
     def attributes_of(self, dotted: str) -> set[str]:
-        """Those of a class's instances, or of all classes of a module; none if it is not there."""
+        """Attributes of a class's instances, or of all classes of a module; empty if not found."""
         definition = self._source.find(dotted)
         if definition is None:
             return set()
@@ -132,6 +132,7 @@ class Contract:
         return self._source.attributes(definition)
 
     def _class_has(self, dotted: str, name: str) -> bool:
+        """True if instances of the class ``dotted`` have ``name``, or if ``dotted`` is no class."""
         definition = self._source.find(dotted)
         if definition is None:
             return False

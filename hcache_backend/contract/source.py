@@ -99,8 +99,6 @@ class Source:
         names = self.attributes(cls)
         return {name for name in names if _has_decorator(self.method(cls, name), "abstractmethod")}
 
-    # ---- internals ----
-
     def _members_of(self, cls: Definition) -> Iterator[tuple[Definition, ast.stmt]]:
         """Statements of a class and of those it inherits from, with the class of each."""
         for definition in self.classes(cls):
@@ -108,6 +106,7 @@ class Source:
                 yield definition, node
 
     def _module(self, dotted: str) -> ast.Module | None:
+        """The parsed module or package; None if the tree has no such file or folder."""
         if dotted not in self._modules:
             path = self.root.joinpath(*dotted.split("."))
             file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -234,6 +233,7 @@ def _members(definition: Definition) -> Iterator[ast.stmt]:
 
 
 def _assigned_names(node: ast.AST) -> list[str]:
+    """Names that one statement defines, imports or assigns, without those of inner statements."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -247,14 +247,13 @@ def _assigned_names(node: ast.AST) -> list[str]:
 
 
 def _attributes_set_on(owner: str, function: ast.FunctionDef) -> Iterator[str]:
+    """Names of the attributes of variable ``owner`` that a function assigns."""
     for node in ast.walk(function):
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == owner
-        ):
-            yield node.attr
+        match node:
+            case ast.Attribute(value=ast.Name(id=name), attr=attr, ctx=ast.Store()) if (
+                name == owner
+            ):
+                yield attr
 
 
 def _has_decorator(function: ast.FunctionDef | None, decorator: str) -> bool:

@@ -47,8 +47,8 @@ class IndexKeys:
         *,
         save: bool = False,
     ) -> None:
-        """Bring keys of ``layers`` from ``offsets`` in ``pages`` of ``memory`` to ``pool_parts`` of
-        pages in the pool (int64 ``[p]``), or ``save`` them the other way round."""
+        """Copy keys of ``layers`` from ``offsets`` in ``pages`` of ``memory`` to ``pool_parts``,
+        parts of pages in the pool (int64 ``[p]``). ``save``: copy from the pool instead."""
         offset_of = dict(zip(layers, offsets, strict=True))
         keyed = self.layers_with_keys(layers)
         if pool_parts.is_cuda:  # by one launch
@@ -71,7 +71,8 @@ class IndexKeys:
         offsets: Offsets,
         out: torch.Tensor,
     ) -> None:
-        """This rank's part of pages, layer by layer: uint8 ``[those layers * p * bytes]``."""
+        """Copy keys from ``pages`` of ``memory`` to ``out``: uint8 ``[keyed layers * p *
+        bytes]``."""
         offset_of = dict(zip(layers, offsets, strict=True))
         keyed = self.layers_with_keys(layers)
         rows = out.view(len(keyed), len(pages), -1)
@@ -83,8 +84,8 @@ class IndexKeys:
             gather_pages(memory, pages, offset_of[layer], row.shape[1], out=row)
 
     def fill(self, layers: Sequence[int], parts: torch.Tensor, pool_parts: torch.Tensor) -> None:
-        """Write ``parts`` of all ranks, ``[ranks, those layers * p * bytes]``, to ``pool_parts`` of
-        pages, in the order of the ranks."""
+        """Write ``parts``, :meth:`gather` of all ranks (``[ranks, layers * p * bytes]``), to
+        ``pool_parts`` of the pool's pages (int64 ``[ranks * p]``, in the order of the ranks)."""
         keyed = self.layers_with_keys(layers)
         by_layer = parts.unflatten(1, (len(keyed), -1)).transpose(0, 1)
         rows = by_layer.reshape(len(keyed), len(pool_parts), -1).contiguous()
@@ -114,6 +115,7 @@ class IndexKeys:
             yield self._pools[layer][pool_parts]
 
     def _table(self, layers: Sequence[int], offsets: Offsets) -> LayerTable:
+        """Addresses of the pools of ``layers`` and their offsets in pages, for kernels; cached."""
         key = layers[0], len(layers), offsets[0]
         if key not in self._tables:
             self._tables[key] = LayerTable.of([(self._pools[one],) for one in layers], offsets)

@@ -33,7 +33,7 @@ class Layout:
 
     @cached_property
     def page(self) -> PageLayout:
-        """The bytes of a page."""
+        """The segment of each layer in a page: hidden states, K and V, or nothing (recomputed)."""
         if self.chosen is not None:
             return self.chosen
         size, codec = int(self.kvcache.page_size), self.codec

@@ -1,8 +1,7 @@
 """Loads from host memory, from SGLang's request for one to the launch of all queued loads as one
 restore: missing pages are transferred together, and the same number of first layers is recomputed
 in all of them. First layers that are not stored are recomputed here, also those of pages that were
-restored while L3 was read.
-"""
+restored while L3 was read."""
 
 from __future__ import annotations
 
@@ -153,16 +152,17 @@ class LoadQueue:
         return 0 if self._recomputer is None else self._recomputer.layers
 
     def recompute_pages(self, span: TokenSpan, slots: torch.Tensor) -> Recompute | None:
-        """Recomputation of all layers of ``span`` to ``slots``, or None."""
+        """Recomputation of all layers of ``span`` to ``slots``; None: the model cannot be run."""
         if self._recomputer is None:
             return None
-        layers, forwards = len(self.methods.methods), self._recomputer.stream()
-        return self._recompute(layers, slots, [span], forwards)
+        return self._recompute(len(self.methods.methods), slots, [span], self._recomputer.stream())
 
     def _recompute_queued(
         self, loads: Sequence[QueuedLoad], slots: torch.Tensor, *, only_unstored: bool
     ) -> Recompute | None:
-        """First layers of ``loads``, to ``slots``; ``only_unstored``: only those not stored."""
+        """Recomputation of first layers of ``loads`` to ``slots``: of the unstored ones, and
+        without ``only_unstored`` of as many as make the load fastest. None: no layer is
+        recomputed."""
         spans = [load.span for load in loads if load.span is not None]
         first = self.stored_from
         if len(spans) < len(loads) or self._recomputer is None:
@@ -176,12 +176,9 @@ class LoadQueue:
         return self._recompute(first, slots, spans, self._forwards) if first else None
 
     def _recompute(
-        self,
-        layers: int,
-        slots: torch.Tensor,
-        spans: Sequence[TokenSpan],
-        forwards: Stream | None,
+        self, layers: int, slots: torch.Tensor, spans: Sequence[TokenSpan], forwards: Stream | None
     ) -> Recompute:
+        """Recomputation of the first ``layers`` of ``spans`` to ``slots``, on ``forwards``."""
         recomputer = self._recomputer
         assert recomputer is not None and forwards is not None
 

@@ -5,8 +5,7 @@
 - The slots of a node are in device memory, and HiCache wants its answer at once. If no row of any
   token in the KV pool was lost, a node gets host pages before the CPU knows its slots, and the
   exchange follows a few passes later. Otherwise the scheduler thread waits for the slots.
-- If layouts are chosen for each node, a backup waits for its layout.
-"""
+- If layouts are chosen for each node, a backup waits for its layout."""
 
 from __future__ import annotations
 
@@ -97,8 +96,8 @@ class NodeBackups:
 
     def begin_backup(self, slots: torch.Tensor, *, may_wait: bool) -> Backup | None:
         """A backup of tokens in ``slots`` (int64 ``[n]``, on the device); None, on every rank, if
-        there is a reason against it. Pipeline stages back a node up in any case. False
-        ``may_wait``: HiCache needs the backup at once, or tokens of other weights may be cached."""
+        nothing may be backed up. Pipeline stages back a node up in any case. ``may_wait``: the
+        backup may be launched later. False: HiCache needs it at once, or weights have changed."""
         problem = self._ended()
         if problem is None or not self._alone:
             return Backup()
@@ -126,7 +125,7 @@ class NodeBackups:
         return launched
 
     def settle_when_idle(self) -> bool:
-        """Returns True if backups are ready now: nothing was launched that a wait would delay."""
+        """Make backups ready if no forward pass began since the last turn; True if some are."""
         return False
 
     def _ended(self) -> str | None:
@@ -151,6 +150,8 @@ class CapturedBackups(NodeBackups):
     _passes: int = field(default=0, init=False)  # that had begun at the last turn
 
     def begin_backup(self, slots: torch.Tensor, *, may_wait: bool) -> Backup | None:
+        """As the base's; None also for a row that is not valid. Without ``may_wait``, or if rows
+        were lost, this waits for the slots; otherwise rows are judged ``_PASSES`` passes later."""
         problem, tokens, ledger = self._ended(), len(slots), self._capture.ledger
         backup = Backup(due=ledger.passes + _PASSES)
         # Passes of pipeline stages begin at different times.
@@ -171,6 +172,7 @@ class CapturedBackups(NodeBackups):
         return backup
 
     def settle_when_idle(self) -> bool:
+        """As the base's, by waiting for the slots of backups, which no pass is there to bring."""
         ledger = self._capture.ledger
         idle, self._passes = ledger.passes == self._passes, ledger.passes
         if not idle or not self._waiting:
@@ -187,6 +189,7 @@ class CapturedBackups(NodeBackups):
         return self._pool.page_layout if backup.due <= self._capture.ledger.passes else None
 
     def _launch(self, backup: Backup, layout: PageLayout) -> None:
+        """Copy the captured rows of a backup; free its host pages if rows are lost or unfit."""
         slots, tokens = backup.slots, len(backup.host_pages) * layout.page_size
         if backup.valid and slots.values is None:
             self._capture.ledger.settle()  # the pass that should have copied them could not

@@ -97,9 +97,8 @@ class KVSegments:
         k, v = (buffer[0].numel() * self._ranks for buffer in planes)
         if encoder is None:
             return kv_layer(self.page_size, k, v, itemsize, self._whole_groups)
-        k_unit, v_unit = encoder.unit_bytes
-        form = encoder.code, (k_unit, v_unit)
-        return kv_layer(self.page_size, k, v, itemsize, self._whole_groups, *form)
+        code, (k_unit, v_unit) = encoder.code, encoder.unit_bytes
+        return kv_layer(self.page_size, k, v, itemsize, self._whole_groups, code, (k_unit, v_unit))
 
     def save(
         self, layout: PageLayout, memory: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
@@ -163,6 +162,7 @@ class KVSegments:
         return torch.ones(len(held), dtype=torch.bool, device=held.device)
 
     def restored_layer(self, layer: int) -> RestoredLayer:
+        """How ``layer`` gets to the pool; if ranks share tokens, by gathering all parts."""
         if self.shares_tokens:
             return RestoredLayer("kv", self._fill, self._gather)
         launches = 1 if self._encoder is None else 2
@@ -176,7 +176,7 @@ class KVSegments:
         offsets: Sequence[int],
         out: torch.Tensor,
     ) -> None:
-        """:data:`.Copy` of this rank's share of latents."""
+        """Copy this rank's share of latents, then of index keys, from ``pages`` to ``out``."""
         size = self._latent_bytes * len(layers) * len(pages)
         rows = out[:size].view(len(layers), len(pages), -1)
         if self.keys.layers_with_keys(layers):
@@ -192,7 +192,7 @@ class KVSegments:
     def _fill(
         self, layers: Sequence[int], segments: torch.Tensor, _: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """:data:`.Fill` of latents: shares and ``slots`` are in the order of the ranks."""
+        """Write latents and keys of all ranks, in their order, to ``slots`` (:data:`.Fill`)."""
         pages = len(slots) // self.page_size
         by_rank = segments.view(self._ranks, -1)
         size = self._latent_bytes * len(layers) * pages
@@ -224,8 +224,8 @@ class KVSegments:
     def _decode(
         self, layers: Sequence[int], segments: Callable[[slice], torch.Tensor], held: torch.Tensor
     ) -> None:
-        """Decode ``layers`` to ``held``, pages of the pool on the CPU, a few at a time:
-        ``segments`` gives those of some, uint8 ``[layers, p, segment_bytes]``."""
+        """Decode ``layers`` to ``held``, pages of the pool on the CPU. ``segments(part)``: encoded
+        bytes of that part of ``layers``, uint8 ``[layers, p, segment_bytes]``; saves memory."""
         assert self._encoder is not None
         at_once = max(1, self._encoder.at_once // max(1, len(held)))
         for start in range(0, len(layers), at_once):
@@ -259,9 +259,9 @@ class KVSegments:
     def _staged_parts(
         self, way: str, layers: int, pages: torch.Tensor, slots: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Memory for encoded pages on the device, uint8 ``[layers, p, segment_bytes]``, and
-        ``pages`` and ``slots`` that it has room for. It is taken at the first use, which is a check
-        of the start. Encoders write a byte or two a thread, which a bus would carry slowly."""
+        """Yields memory for encoded pages on the device (uint8 ``[layers, p, segment_bytes]``), and
+        the parts of ``pages`` and ``slots`` that fit. Each ``way`` ("save", "load") has a ring,
+        from its first use on. Encoders write single bytes, which would be slow across a bus."""
         assert self._encoder is not None
         size, stream = self._encoder.segment_bytes, current_stream(slots.device)
         row = layers * size
@@ -287,7 +287,7 @@ class KVSegments:
         pages: torch.Tensor,
         offsets: Sequence[int],
     ) -> None:
-        """Bring what :meth:`_save_layer` saved of several layers."""
+        """On the CPU: copy, or decode, ``layers`` from ``pages`` of ``memory`` to the pool."""
         encoder = self._encoder
         if encoder is None:
             for layer, offset in zip(layers, offsets, strict=True):
@@ -398,7 +398,7 @@ class KVSegments:
         return self.bytes_of(self.layers[0])
 
     def _cut(self, codec: str) -> tuple[Cut, int, torch.dtype]:
-        """The codec's arguments for the layers; raises UnsupportedRows if their shapes differ."""
+        """For the codec: cut of rows, values of a head, dtype; UnsupportedRows if shapes differ."""
         planes = [plane for layer in self.layers for plane in self.planes(layer)]
         shapes = sorted({tuple(plane.shape[1:]) for plane in planes})
         if len(shapes) > 1:
@@ -421,8 +421,7 @@ class KVSegments:
             yield rows.transpose(1, 2).flatten(1).view(torch.uint8)
 
     def _by_group(self, plane: torch.Tensor) -> torch.Tensor:
-        rows = self._by_page(plane).view(torch.uint8)
-        return rows.unflatten(1, (self._tokens, self._groups, -1))
+        return self._by_page(plane).view(torch.uint8).unflatten(1, (self._tokens, self._groups, -1))
 
     def _by_page(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer.view(len(buffer) // self._tokens, -1)

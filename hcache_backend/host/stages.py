@@ -2,8 +2,7 @@
 
 - No stage may wait for a later one on the scheduler thread: that one may wait for the first.
 - So every stage backs up every node, if necessary with pages that stay free in the arena, and says
-  later if they are usable. The first stage alone decides about loads, by what it has gathered.
-"""
+  later if they are usable. The first stage alone decides about loads, by what it has gathered."""
 
 from __future__ import annotations
 
@@ -53,6 +52,7 @@ class PipelineStages(Generic[_Value]):
         return future
 
     def _exchange(self) -> None:
+        """The thread of exchanges: gather queued values from all stages, one after the other."""
         while True:
             value, future = self._queued.get()
             values: list[Any] = [None] * dist.get_world_size(group=self._group)
@@ -109,7 +109,7 @@ class StagePages:
         self._backup_of[host_pages] = _BROUGHT
 
     def exchange_messages(self) -> None:
-        """Send and receive without a wait: what this stage knows, and the others' messages."""
+        """Send states of backups that this stage knows; note states that all have sent; no wait."""
         while self._unsent and (usable := self._arena.usable(self._unsent[0])) is not None:
             number = self._backups - len(self._unsent) + 1
             self._unsent.popleft()
@@ -126,8 +126,8 @@ class StagePages:
         return bool((self._backup_of[host_pages] <= self._confirmed).all())
 
     def decide(self, verdict: bool) -> bool:
-        """The first stage's ``verdict``, on every stage; each must ask while the same step is put
-        together. The others wait for it; the first one never waits."""
+        """The first stage's ``verdict``, on every stage; each must call this for the same batch.
+        The other stages wait for the verdict; the first stage never waits."""
         if not self._is_first:
             message = torch.empty((), dtype=torch.int32)
             dist.recv(message, group_src=0, group=self._group)
@@ -142,6 +142,7 @@ class StagePages:
             dist.send(message, group_dst=stage, group=self._group)
 
     def _note_states(self, number: int, gathered: Future[list[_BackupState]]) -> None:
+        """Backup ``number`` is known on all stages: its pages are lost if a stage lacks them."""
         try:
             stages = gathered.result()
         except Exception as error:

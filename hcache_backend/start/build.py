@@ -363,9 +363,9 @@ class Start:
     def _observe(self) -> ObservedPass:
         """Run the self-check's tokens through the model, and note what its attention modules do."""
         modules = self.step(passes.attention_modules, self._runner.model, self._kvcache.layer_num)
-        calls = not holds_latents(self._kvcache)  # nothing is projected to latents
+        learn_calls = not holds_latents(self._kvcache)  # nothing is projected to latents
         run = partial(passes.run_prompts, self._runner, [CHECK_TOKENS])
-        return self.step(observe, run, modules, calls=calls)
+        return self.step(observe, run, modules, learn_calls=learn_calls)
 
     def _page_recomputer(self, layout: Layout) -> Recomputer | None:
         """Runs the model for the first pages of a hit while the others are read from L3. None: all

@@ -354,10 +354,10 @@ def test_models_of_unusual_layers_are_refused() -> None:
     passed = self_check.ForwardPass(None, two, two, two)
     seen: Any = SimpleNamespace(name="layer", calls=[], projection=None, hidden=None)
     with pytest.raises(Refused, match="called 0 times in one forward pass, and no projection"):
-        self_check._describe(0, seen, passed, calls=True)
+        self_check._describe(0, seen, passed, learn_call=True)
     seen.calls, seen.projection = [((), {})], "p"
     with pytest.raises(Refused, match="received no tensor for 2 tokens"):
-        self_check._describe(0, seen, passed, calls=True)
+        self_check._describe(0, seen, passed, learn_call=True)
 
 
 # ---- the self-check's forward passes ----
