@@ -58,6 +58,7 @@ _SIZE = pydantic.TypeAdapter(ByteSize)
 
 
 def _bytes(value: object) -> object:
+    """A size with a unit, such as "500GB", as a number of bytes; other types as they are."""
     if not isinstance(value, str):
         return value
     if not _SIZES.fullmatch(size := value.strip()):
@@ -70,6 +71,7 @@ Bytes = Annotated[int, BeforeValidator(_bytes)]  # "500GB" is 10^9, "4GiB" and "
 
 
 def _absolute(value: object) -> Path:
+    """The path of an option, with ``~`` replaced; ValueError unless it is absolute then."""
     why = f", not {value!r}"
     try:
         path = Path(value).expanduser() if isinstance(value, str | Path) else Path()
@@ -180,9 +182,10 @@ class HCacheConfig(_Table):
 
     @pydantic.model_validator(mode="after")
     def _together(self) -> HCacheConfig:
+        """Raise ValueError for options that contradict each other."""
         asked = self.partition if isinstance(self.partition, PartitionOption) else PartitionOption()
-        other = self.mode in ("hidden", "plain") or asked.hidden or asked.recompute
-        if self.codec == "krul" and other:
+        no_kv = self.mode in ("hidden", "plain") or asked.hidden or asked.recompute
+        if self.codec == "krul" and no_kv:
             raise ValueError(
                 "option 'codec' is 'krul': options 'mode' and 'partition' must let K and V of all "
                 "layers be stored in own pages"
@@ -220,6 +223,7 @@ def parse_config(
 
 
 def _mapping(options: object, source: str) -> Mapping[str, object]:
+    """``options`` if it is a table of options (None: empty); otherwise raises ConfigError."""
     if options is not None and not isinstance(options, Mapping):
         right = 'must be a table of options, such as {"dirs": ["/mnt/ssd0/hcache"]}'
         raise ConfigError(f"{source}: {right}, not a {type(options).__name__}")

@@ -55,7 +55,7 @@ class Metric:
         return self._make()
 
     def event(self, labels: Mapping[str, str]) -> str:
-        """The event that a sample with these labels counts."""
+        """The event, one of ``events``, that a sample with these labels counts."""
         value = labels.get(self.labels[0], "") if self.labels else ""
         return re.sub(r"\(.*\)", lambda _: value, self.events)
 
@@ -84,7 +84,7 @@ class Metric:
             self.family.reset()
 
     def do(self, what: str, *labels: str, **value: float) -> None:
-        """Call the method ``what`` of the series with these labels."""
+        """Call the method ``what`` of the series with these labels; logs the first error only."""
         try:
             if (series := self._series.get(labels)) is None:
                 family = self.family
@@ -109,11 +109,8 @@ class Events:
 
     def count(self, event: str, number: float = 1) -> None:
         if event not in self._found:
-            self._found[event] = next(
-                (metric, found.groups())
-                for metric in self.counters
-                if (found := re.fullmatch(metric.events, event))
-            )
+            matches = ((one, re.fullmatch(one.events, event)) for one in self.counters)
+            self._found[event] = next((one, found.groups()) for one, found in matches if found)
         metric, labels = self._found[event]
         metric.do("inc", *labels, amount=max(0, number))
 
@@ -152,7 +149,7 @@ _gauge = partial(Metric, Gauge, multiprocess_mode="livemax")
 def _histogram(
     name: str, text: str, label: str, bases: Sequence[float], powers: Sequence[int]
 ) -> Metric:
-    """Its buckets end at all ``bases`` times all powers of ten."""
+    """A histogram whose buckets end at each of ``bases`` times ten to each of ``powers``."""
     buckets = tuple(base * 10.0**power for power in powers for base in bases)
     return Metric(Histogram, name, text, label, buckets=buckets)
 

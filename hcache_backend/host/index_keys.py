@@ -71,8 +71,7 @@ class IndexKeys:
         offsets: Offsets,
         out: torch.Tensor,
     ) -> None:
-        """Copy keys from ``pages`` of ``memory`` to ``out``: uint8 ``[keyed layers * p *
-        bytes]``."""
+        """Copy keys from ``pages`` of ``memory`` to ``out``: uint8, ``[layer, page, byte]``."""
         offset_of = dict(zip(layers, offsets, strict=True))
         keyed = self.layers_with_keys(layers)
         rows = out.view(len(keyed), len(pages), -1)

@@ -339,8 +339,8 @@ class KVSegments:
         keys = self.keys.bytes_of(layer)  # at the end of both
         if part == 0 and keys and not torch.equal(segments[-keys:], plain[-keys:]):
             return False
-        size = len(plain) - keys
-        return self._encoder.holds(segments[: len(segments) - keys], plain[:size], part)
+        encoded, plain = segments[: len(segments) - keys], plain[: len(plain) - keys]
+        return self._encoder.holds(encoded, plain, part)
 
     def through_codec(
         self, layout: PageLayout, planes: Sequence[Sequence[torch.Tensor]]

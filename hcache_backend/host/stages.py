@@ -33,8 +33,7 @@ _LOST = np.iinfo(np.int64).max
 class PipelineStages(Generic[_Value]):
     """Gathers values of all pipeline stages. ``group``: of the stages, for this alone; None if
     there is one. A stage passes a request on only after it is done with it, so its scheduler thread
-    cannot wait for an answer. Exchanges have their own thread, and end in the order in which they
-    began."""
+    cannot wait for an answer. Exchanges have their own thread, and end in their order."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

@@ -1,7 +1,6 @@
 """Joining a server, at its start or at a run-time attach: options, store, hooks, agreement of
 ranks. At an attach every rank reports before any of them raises: a rank that failed alone would
-leave the others waiting in HiCache's next collective.
-"""
+leave the others waiting in HiCache's next collective."""
 
 from __future__ import annotations
 
@@ -304,7 +303,8 @@ def _join_here(
 
 
 def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
-    """Options of an attach over the server's. Raises ConfigError if one is wrong or fixed."""
+    """The options for an attach: those of ``extra`` over the server's own. Raises ConfigError if an
+    option is wrong, or has another value than the server's and cannot change now."""
     options.check_extra_config(extra)
     check_server(runtime)
     named_options = extra.get("hcache")

@@ -3,8 +3,7 @@ restores and controller, put together. HiCache asks :class:`OwnPagesStrategy` fo
 
 SGLang records CUDA graphs before that, and a replay runs no Python hook. So staging and hooks exist
 before (:func:`record_copies`). Copies leave the step's number beside each row, which shows a replay
-that recorded no copy of ours.
-"""
+that recorded no copy of ours."""
 
 from __future__ import annotations
 
@@ -17,11 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackStrategy
-from sglang.srt.mem_cache.memory_pool import (
-    DSATokenToKVPool,
-    MHATokenToKVPool,
-    MLATokenToKVPool,
-)
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.common import get_allocator_type
 from sglang.srt.runtime_context import get_memory
 
@@ -109,6 +104,7 @@ class OwnPagesStrategy(StackStrategy):
         self._runtime, self._plain, self._no_hidden = runtime, plain, no_hidden
 
     def matches(self, kvcache: Any, components: Any) -> bool:
+        """True if a KV pool of this class can have own pages; otherwise pages are plain."""
         kind, full = type(kvcache), type(full_attention(kvcache))
         supported = full is MHATokenToKVPool or kind in (MLATokenToKVPool, DSATokenToKVPool)
         if supported and strategy_of(kvcache).matches(kvcache, components):
@@ -119,6 +115,7 @@ class OwnPagesStrategy(StackStrategy):
         return False
 
     def build(self, *, kvcache: Any, params: Any, **kwargs: Any) -> Any:
+        """HiCache's stack with own pages; if anything refuses these, SGLang's stack as ever."""
         start = Start(self._runtime, kvcache, params)
         arguments = {"kvcache": kvcache, "params": params, **kwargs}
         try:
@@ -179,6 +176,8 @@ class Start:
         return plan
 
     def _hidden_plan(self, no_hidden: str | None) -> HiddenPlan:
+        """The plan of pages with hidden states: each step checks one part of it. Raises Refused on
+        every rank, also for ``no_hidden``, a known reason."""
         step, runtime, kvcache = self.step, self._runtime, self._kvcache
         ranks, stages, projector = self._params.tp_cache_group, self._params.pp_size, self.projector
         step(refuse, HIDDEN, self.server, no_hidden)
@@ -219,11 +218,7 @@ class Start:
         return plan
 
     def _with_hooks(
-        self,
-        layout: Layout,
-        host: HostPages,
-        recomputer: Recomputer | None,
-        hooks: HiddenCapture,
+        self, layout: Layout, host: HostPages, recomputer: Recomputer | None, hooks: HiddenCapture
     ) -> HiddenPlan:
         """The plan of checked pages, with all that capture and projections need. ``hooks``: those
         that CUDA graphs were recorded with; without staging new ones are made. From now on the
@@ -297,10 +292,10 @@ class Start:
         write_tokens: Callable[[], torch.Tensor],
         plugin: Krul | None = None,
     ) -> Layout:
-        """Check that K and V come back by ``layout``; if its codec fails, by ``plain``, where they
-        are as they are. Returns the checked one; raises Refused on every rank. ``write_tokens`` has
-        the model write K and V, if it has not, and returns their slots, int64 ``[n]``. ``plugin``
-        chooses the layers that share slots in ``layout``."""
+        """Check that K and V come back by ``layout``; if its codec fails, by ``plain``, the same
+        without a codec. Returns the checked layout; raises Refused on every rank. ``write_tokens``
+        has the model write K and V of tokens, and returns their slots, int64 ``[n]``. ``plugin``
+        chooses the layers that share a segment in ``layout``."""
         try:
             self.step(self._check_copies, layout)
             if layout.kv.lossless:
@@ -396,6 +391,7 @@ class Start:
         substitute = self.server.substitute
 
         def attention() -> AttentionBackend | None:
+            """The substitute for the server's attention backend; None: the server's own is used."""
             refuse(RECOMPUTATION, self.server)
             observed.refuse_dependence()
             refuse(RECOMPUTATION, self.server, install(hooks.RECOMPUTE))
@@ -531,7 +527,8 @@ def _eager_loads(
     loads: LoadQueue,
     new_rows: Callable[[], RecomputedRows] | None,
 ) -> EagerLoads:
-    """Restores of pages that arrive, and recomputation of others, while L3 is read."""
+    """Restores of pages that arrive, and recomputation of others, while L3 is read. ``new_rows``
+    takes hidden states of recomputed pages; None: pages have none."""
     methods = loads.methods
     budget = SliceBudget(
         config.recompute_ms / 1e3,
@@ -585,7 +582,8 @@ def _host_pool(weights: LoadedWeights, params: Any, plan: PagePlan) -> OwnPagesP
 def use_own_pages(
     runtime: Runtime, config: HCacheConfig, plan: PagePlan, reason: str | None
 ) -> None:
-    """Tell namespace, metrics and log about pages; ``reason``: why no hidden states, or None."""
+    """Set namespace fields, metrics and log line of own pages. ``reason``: why pages have no hidden
+    states; None: they have."""
     layout, pages, weights = plan.layout, runtime.pages, runtime.weights
     pages.layer_methods = layout.methods
     codec, dtype = layout.kv.codec, planes_of(layout.kvcache, 0)[0].dtype
@@ -611,7 +609,7 @@ def use_own_pages(
 def _start_capture(
     weights: LoadedWeights, pool: OwnPagesPool, plan: HiddenPlan, alone: bool
 ) -> StagedCapture:
-    """Capture hidden states in every forward pass."""
+    """Capture hidden states in every forward pass. ``alone``: there are no pipeline stages."""
     staging, capture = plan.staging, plan.capture(pool.arena, pool.kv_buffer)
     if not alone:
         capture.ledger.without_results = _STAGED_PASSES

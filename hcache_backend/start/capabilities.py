@@ -1,8 +1,7 @@
 """The capabilities of a server: what rules each one out, and the reason in the log.
 
 Log, metric, the report for ``hcache doctor`` and a part of ``docs/limits.md`` are printed from
-:data:`CAPABILITIES`. Checks at the start refuse more. Answers are the same on every rank.
-"""
+:data:`CAPABILITIES`. Checks at the start refuse more. Answers are the same on every rank."""
 
 from __future__ import annotations
 

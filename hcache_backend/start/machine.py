@@ -46,7 +46,8 @@ def layer_methods(runtime: Runtime, kvcache: Any) -> Restore:
 
 
 def _choose_methods(runtime: Runtime, kvcache: Any) -> Restore:
-    """:func:`layer_methods`, the first time; records the choice."""
+    """Choose the partition (see :func:`layer_methods`) and record it. Without an option or a record
+    the profile decides; for machines that share pages, the size of hidden states decides."""
     config, weights, runner = runtime.options.config, runtime.weights, runtime.runner
     assert config is not None and weights.present is not None
     args, stage = resolved(runner.server_args), attention_ranks()
@@ -122,8 +123,8 @@ def _profile_of_all_ranks(runtime: Runtime, kvcache: Any, shape: ModelShape) -> 
 
 
 def _record(runtime: Runtime, name: str, record: PartitionRecord) -> PartitionRecord:
-    """Record a choice; returns the store's. Without a store the attach, which names the folders,
-    records it."""
+    """Record a choice; returns the store's record, which another server may have written before.
+    Without a store the later attach, which names the folders, records the choice."""
     if runtime.store is None or runtime.options.config is None:
         runtime.options.kept_partition = name, record
         return record

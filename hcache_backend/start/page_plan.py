@@ -67,7 +67,7 @@ class PagePlan:
         return self.layout.ring_bytes
 
     def restored_layers(self, projector: Projector) -> list[RestoredLayer]:
-        """The way in which each layer comes back, by layer."""
+        """How each layer comes back, by layer. ``projector`` is for layers of hidden states."""
         restored = [RestoredLayer("recompute")] * len(self.layout.page.segment_bytes)
         for index in self.layout.kv.layers:
             restored[index] = self.layout.kv.restored_layer(index)
@@ -109,7 +109,7 @@ class HiddenPlan(PagePlan):
         return super().device_bytes + projection_bytes
 
     def restored_layers(self, projector: Projector) -> list[RestoredLayer]:
-        """The same; hidden states are decoded and projected to the pool."""
+        """How each layer comes back; hidden states are decoded and projected to the pool."""
 
         def fill(
             layer: AttentionLayer,
@@ -235,7 +235,7 @@ def wanted_codec(config: HCacheConfig, runner: Any) -> Codec:
 
 
 def kv_codec(server: Server, shard: Shard, groups: int, stages: int) -> str:
-    """The codec of K and V, by the option and their shape alone; logs a fallback to ``none``."""
+    """The codec of K and V by the option, ``none`` if it does not take their shape (logged)."""
     try:
         return _encoding_segments(server, shard, groups, stages).codec
     except UnsupportedRows as error:
@@ -293,6 +293,7 @@ def _checked_codec(name: str, observed: ObservedPass, projector: Projector) -> C
     fits = torch.ones(len(observed.positions), dtype=torch.bool, device=observed.positions.device)
 
     def problem_of(layer: AttentionLayer, hidden: torch.Tensor) -> str | None:
+        """The problem if encoded rows project to other K and V; clears ``fits`` of lost tokens."""
         encoded, encodable = codec.encode(hidden)
         fits.logical_and_(encodable)
         # Rows that are not encodable are not stored, so they cannot come back wrong.
@@ -334,8 +335,9 @@ def host_bytes(kvcache: Any, size_gb: float, ratio: float) -> float:
 def host_tokens(
     kvcache: Any, hidden: StoredLayer, shard: Shard, kv_share: float, stored: Partition, size: float
 ) -> float:
-    """Tokens that ``size`` bytes of host memory hold besides ``hidden`` states of the device's. The
-    header of a small page takes as much as its tokens."""
+    """Tokens that ``size`` bytes of host memory hold by partition ``stored``, besides the hidden
+    states of the device's tokens. Headers count: in a small page they are as large as its
+    tokens."""
     header = PageLayout(kvcache.page_size, (hidden,) * kvcache.layer_num, shard).header_bytes
     rows = stored.hidden * sum(segment.length_in(shard) for segment in hidden.segments)
     kv = stored.kv * kv_share * kv_bytes_per_token(kvcache) / kvcache.layer_num
