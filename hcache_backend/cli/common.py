@@ -97,8 +97,8 @@ def _count(text: object) -> int:
 
 
 def served_model(path: Path, tp: int = 1, kv: DSAType = "auto", on: str = "") -> model_config.Model:
-    """A model; of DSA with rows of ``kv`` as ``on`` a device of that name. Raises a Failure if
-    ``tp`` ranks cannot divide its heads, or it cannot have ``kv``."""
+    """The model at ``path``. ``kv``: --kv-cache-dtype of DSA models, which on "auto" depends on the
+    device ``on``. Raises a Failure if ``tp`` cannot divide the heads, or ``kv`` is wrong."""
     model = model_config.read_model(path)
     shape = model.shape
     if shape.heads % tp:

@@ -80,6 +80,7 @@ def doctor(
 
 
 def _checks_as_json(by_folder: dict[str, list[Check]]) -> list[dict[str, str]]:
+    """All checks as JSON; keys of ``by_folder`` (``FOLDER: ``, or empty) begin their subjects."""
     return [
         {**check._asdict(), "subject": f"{folder}{check.subject}".removesuffix(": folder")}
         for folder, checks in by_folder.items()
@@ -96,7 +97,7 @@ def _show(by_folder: dict[str, list[Check]]) -> None:
 
 
 def _check_unwritten(path: Path, config: HCacheConfig) -> Iterator[Check]:
-    """What can be seen of a folder without writing."""
+    """What can be seen of a folder without writing; one bad check alone: no server can use it."""
     existing = existing_part(path)
     if (problem := problem_with(path, FileOps())) is not None:
         yield Check("folder", "bad", f"a server would not start with it: {problem}")
@@ -136,6 +137,7 @@ def _good_or_fair(subject: str, detail: str, flaw: str | None) -> Check:
 
 
 def _check_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
+    """Checks of one folder of the store: by reading, then by writing, then what servers left."""
     checks = list(_check_unwritten(path, config))
     yield from checks
     if len(checks) == 1:  # a folder that no server can use
@@ -153,7 +155,7 @@ def _check_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
 
 
 def _probe(place: Path) -> Iterator[Check]:
-    """Write and read a file in a new folder in ``place``."""
+    """Direct I/O, speed and locks of a disk, by a file in a new folder in ``place``."""
     ops = FileOps()
     with ExitStack() as stack:
         temporary = tempfile.TemporaryDirectory(prefix=".hcache-doctor-", dir=place)
@@ -197,7 +199,7 @@ def _check_machine() -> Iterator[Check]:
     total, free = (os.sysconf(f"SC_{name}PHYS_PAGES") * mmap.PAGESIZE for name in ("", "AV"))
     detail = f"{human_bytes(total)}, of which {human_bytes(free)} are not in use"
     yield Check("host memory", "good", detail)
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)  # below 0: none
     flaw = None if limit < 0 else f", {human_bytes(limit)}: pinned memory needs more"
     yield _good_or_fair("ulimit -l", "unlimited" if limit < 0 else "a limit", flaw)
     size = shutil.disk_usage(shm).total if (shm := Path("/dev/shm")).is_dir() else 0

@@ -76,6 +76,7 @@ def parse(text: str) -> MetricsPage:
         raise NoMetrics(f"its /metrics is no Prometheus page: {error}") from None
 
     def sums(name: str, key: Callable[[dict[str, str]], str]) -> dict[str, float]:
+        """Values of the samples called ``name``, added up by ``key`` of their labels."""
         totals = defaultdict[str, float](float)
         for labels, value in samples[name]:
             totals[key(labels)] += value
@@ -127,7 +128,7 @@ def top(
     before: dict[str, MetricsPage] = {}
 
     def read_server(url: str) -> dict[str, Any]:
-        """Its summary since the last call, or why there is none."""
+        """The summary of one server since the last call, or the error why there is none."""
         try:
             page = fetch(url)
         except NoMetrics as error:

@@ -102,7 +102,7 @@ def _machine(result: PartitionPlan) -> str:
 
 
 def _methods(result: PartitionPlan) -> list[tuple[str, PartitionPlan, str]]:
-    """The methods to serve a hit: a title, a plan, and one of its choices."""
+    """Methods to serve a hit: title, plan, and the plan's choice of layers for that method."""
     tier, read = ("L3", "read, then ") if result.profile.l3 else ("host memory", "")
     methods = [
         ("this backend", result, "mix"),
@@ -295,10 +295,8 @@ def sizing(
     least_bytes = max(host_bytes, pool_bytes + stride, (device_pages + shadows) * stride)
     ratio = least_bytes / pool_bytes if pool_bytes else None
     file_bytes = file_layout(layout.table, shard).file_bytes
-    disk_bytes = files * file_bytes
-    return Sizing(
-        page_bytes, pages, shadows, host_bytes, least_bytes, ratio, file_bytes, files, disk_bytes
-    )
+    host = shadows, host_bytes, least_bytes, ratio
+    return Sizing(page_bytes, pages, *host, file_bytes, files, files * file_bytes)
 
 
 def size(

@@ -109,8 +109,7 @@ def ls(
             )
     reports = ((str(path), read_report(path)) for path in config.dirs)
     servers = {path: report.model_dump(mode="json") for path, report in reports if report}
-    show = partial(_show_pages, config, limit)
-    output({"pages": rows, "last_servers": servers}, as_json, show)
+    output({"pages": rows, "last_servers": servers}, as_json, partial(_show_pages, config, limit))
 
 
 def _show_pages(config: HCacheConfig, limit: int, shown: dict[str, Any]) -> None:
