@@ -38,8 +38,7 @@ class EagerLoads:
     _budget: SliceBudget  # of recomputed tokens in a turn
     _l3: L3Progress
     _prefetches: Prefetches
-    # Takes hidden states of recomputed pages; None: pages hold K and V only.
-    _new_rows: Callable[[], RecomputedRows] | None = None
+    _new_rows: Callable[[], RecomputedRows] | None = None  # None: pages hold K and V only
 
     def __post_init__(self) -> None:
         pages, pool = self._pages, self._pool
@@ -49,22 +48,13 @@ class EagerLoads:
         self.restores = EagerRestores(pool.page_size, pages, self._launch, self._limit, at_once)
         pages.eager = self.restores
         pool.on_freed.append(self._on_host_freed)
-        self.fronts = Fronts(
-            self.restores,
-            pages,
-            pool,
-            self._pipeline,
-            self._loads,
-            self._budget,
-            self._l3,
-            self._prefetches,
-            self._new_rows,
-        )
+        others = self._pipeline, self._loads, self._budget, self._l3, self._prefetches
+        self.fronts = Fronts(self.restores, pages, pool, *others, self._new_rows)
 
     def restore_arrived(self, cache: Any) -> list[Any]:
-        """Reserve pages for the first prefetches, and restore those that have arrived; after
-        HiCache's look at its storage threads, on which all tensor-parallel ranks have agreed.
-        Returns SGLang's operations of these prefetches."""
+        """Reserve device pages for the first prefetches that are read, and restore their pages that
+        have arrived. Called in each turn behind HiCache's part, after which all tensor-parallel
+        ranks have the same arrived pages. Returns SGLang's operations of these prefetches."""
         restores, size = self.restores, self._pool.page_size
         self._pages.cache = cache
         reading = self._prefetches.reading
@@ -79,7 +69,7 @@ class EagerLoads:
                 self._reserve(operation, cache.cache_controller)
             arrived = range(operation.completed_tokens // size)
             meeting, have_met = prefetch.meeting, False
-            if meeting is not None:
+            if meeting is not None:  # it is read from the back, and its front is recomputed
                 arrived = meeting.back
                 have_met = arrived.start <= meeting.front
             launched = restores.restore_arrived(operation, arrived, last=have_met)

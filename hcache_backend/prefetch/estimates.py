@@ -44,14 +44,14 @@ class Estimate:
             self._medians.clear()
 
     def seconds_of_part(self, tokens: int, all_tokens: int) -> float | None:
-        """Expected seconds of ``tokens``, a part of an operation on ``all_tokens``; None if
-        unknown."""
+        """Expected seconds of ``tokens``, a part of an operation on ``all_tokens``: its share by
+        the curve. None if unknown."""
         all_tokens = max(all_tokens, tokens)
         seconds = self.seconds(all_tokens) if tokens else 0.0
         return seconds and seconds * self._curve(tokens, 0.0) / self._curve(all_tokens, 0.0)
 
     def seconds(self, tokens: int, prefix: float = 0.0) -> float | None:
-        """Expected seconds; None if unknown."""
+        """Expected seconds on ``tokens`` behind ``prefix`` others; None if unknown."""
         if tokens <= 0:
             return 0.0
         ratio = self._ratio(tokens)
@@ -62,12 +62,13 @@ class Estimate:
         return (self._ratio(tokens) or 1.0) if self._in_seconds else 1.0
 
     def _ratio(self, tokens: int) -> float | None:
-        """Measured times relative to the curve; None if unknown."""
+        """Measured times relative to the curve: the median, weighted by age and by how near their
+        size is to ``tokens``. None without measurements, unless the curve is in seconds."""
         with self._lock:
             if tokens not in self._medians:
                 weighted = [
                     (ratio, _FADING**age * min(size / tokens, tokens / size) ** 2)
-                    for age, (size, ratio) in enumerate(reversed(self._measured))
+                    for age, (size, ratio) in enumerate(reversed(self._measured))  # size: tokens
                 ]
                 if self._in_seconds:
                     weighted.append((1.0, _MODEL_WEIGHT))
@@ -125,7 +126,7 @@ def _linear(tokens: int, prefix: float) -> float:
 
 
 def _median(weighted: list[tuple[float, float]]) -> float:
-    """The smallest value that at least half of the weight does not exceed."""
+    """Of (value, weight): the smallest value up to which the values have half of the weight."""
     half, below = sum(weight for _, weight in weighted) / 2, 0.0
     for value, weight in sorted(weighted):
         below += weight
@@ -215,7 +216,7 @@ class L3Progress:
         """``tokens`` of the present read have arrived in host memory."""
         reading = self.reading
         if reading is not None:
-            before = reading.tokens_before_tier
+            before = reading.tokens_before_tier  # the shared tier is read after the page store
             reading.tokens += tokens
             reading.last_arrival = self.clock()
             if reading.tokens_before_tier != before:
@@ -262,7 +263,7 @@ class L3Progress:
         return now - reading.last_arrival > 2 * expected + STALLED_SECONDS
 
     def slowdown(self, now: float) -> float:
-        """Time of the present read relative to its expected time; at least 1."""
+        """Time of the present read relative to its expected time; at least 1, also if unknown."""
         reading = self.reading
         if reading is None:
             return 1.0

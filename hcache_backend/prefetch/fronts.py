@@ -40,16 +40,15 @@ class Fronts:
     _budget: SliceBudget  # of recomputed tokens in a turn
     _l3: L3Progress
     _prefetches: Prefetches
-    # Takes hidden states of recomputed pages; None: pages hold K and V only.
-    _new_rows: Callable[[], RecomputedRows] | None = None
+    _new_rows: Callable[[], RecomputedRows] | None = None  # None: pages hold K and V only
 
     def __post_init__(self) -> None:
         self.governor, self._times = Governor(), HitTimes(self._l3)
         self._saving = streams.new_stream(self._pages.device, "saves")
         self._recomputed = False  # since the last take_recomputed
-        # By SGLang's operation, in this turn: its reader leaves alone what is offered to a slice.
+        # By SGLang's operation: meetings whose next pages were offered to a slice in this turn.
         self._offers: dict[Any, Meeting] = {}
-        self._proposal: Proposal | None = None  # for each, how many pages
+        self._proposal: Proposal | None = None  # number of offered pages of each
 
     @property
     def recomputes_pages(self) -> bool:
@@ -70,16 +69,16 @@ class Fronts:
     def seconds_until_met(
         self, meeting: Meeting, prefix: int, *, longest: bool = False
     ) -> tuple[float, float]:
-        """Estimated time to finish the unread pages behind ``prefix`` tokens: reading and
-        recomputing in parallel, and reading only (see :meth:`.L3Progress.seconds_to_read`).
-        Infinite if unknown. Any thread."""
+        """Two estimates of the seconds to finish the unread pages of ``meeting``, which are behind
+        ``prefix`` tokens: reading and recomputing in parallel; and reading only. Infinite if
+        unknown. ``longest``: as in :meth:`.L3Progress.seconds_to_read`. Any thread."""
         tokens, share = meeting.unread * self._pool.page_size, meeting.reachable_share
         recomputing = self.seconds_to_recompute(tokens, prefix)
         return self._times.seconds_to_finish(tokens, recomputing, share, longest=longest)
 
     def propose_slices(self, turn: Turn, operations: Sequence[Any]) -> None:
-        """Offer the pages of these prefetches that a slice may recompute now, as many as one turn
-        has time for."""
+        """Offer pages of these prefetches to a slice, as many as one turn has time for, and propose
+        their numbers: ranks must recompute the same. Readers leave offered pages alone."""
         self.governor.update_pace(self._prefetches)
         # Slices that ended long ago are in front of no batch any more.
         self._recomputed = self._recomputed and self._budget.count_unfinished() > 0
@@ -100,7 +99,7 @@ class Fronts:
             both_ends, reading = self.seconds_until_met(meeting, prefix)
             most_pages = min(len(meeting.next_front), max(1, budget.tokens // size))
             first = self.seconds_to_recompute(size, prefix)
-            # Slower pages are read sooner, some or all.
+            # Pages that take longer than that are read sooner than recomputed, some or all.
             limits = {"share": pace.share, "within": reading, "best": both_ends, "first": first}
             pages = meeting.offer(budget.pages_of_slice(most_pages, size, prefix, **limits))
             self._offers[operation] = meeting
@@ -110,7 +109,8 @@ class Fronts:
             metrics.SLICES.count(pace.decision)
 
     def apply_slices(self) -> None:
-        """The ranks have agreed: recompute pages of the first offer that all allow."""
+        """The ranks have agreed on the smallest number of pages of each offer. Recompute those of
+        the first offer with any; the reader may have all others again."""
         if self._proposal is None:
             return
         decision, launched = self.governor.pace.decision, False
@@ -127,15 +127,15 @@ class Fronts:
             metrics.SLICES.count(decision)
 
     def _can_recompute(self, operation: Any) -> bool:
-        """True if pages of a prefetch can be recomputed behind what is on the device."""
+        """True if pages of a prefetch can be recomputed: the device has all tokens before it."""
         earlier_slots = self._slots_before(operation)
         if earlier_slots is None or operation.is_terminated() or not self.recomputes_pages:
             return False
         return len(earlier_slots) == operation.storage_start  # or its pages follow other tokens
 
     def _recompute_slice(self, operation: Any, meeting: Meeting, pages: range) -> bool:
-        """Launch the recomputation of ``pages`` of a prefetch, its next ones, and their copies to
-        host memory. HiCache then counts them as read. Returns False if nothing was launched."""
+        """Launch the recomputation of ``pages``, the next ones of a prefetch, and their copies to
+        host memory: HiCache counts them as read. Returns False if nothing was launched."""
         earlier_slots = self._slots_before(operation)
         if earlier_slots is None:
             return False
@@ -147,7 +147,7 @@ class Fronts:
         recompute = self._loads.recompute_pages(TokenSpan(token_ids, prefix), slots)
         if recompute is None:
             return False
-        rows = None if self._new_rows is None else self._new_rows()
+        rows = None if self._new_rows is None else self._new_rows()  # of hidden states
         if rows is not None:
             recompute = rows.with_rows_taken(recompute)
         # These pages are behind others that were loaded, or recomputed on the same stream.

@@ -44,8 +44,8 @@ class Gpu:
         self.last_end = 0.0  # of any batch
         self._clock = clock
         self._number = 0
-        # When the first work began, and all launched work in order: number and seconds. One tuple,
-        # because other threads read it.
+        # When the first work began, and the number and expected seconds of all launched work, in
+        # order. One tuple, because other threads read it.
         self._work: tuple[float, tuple[tuple[int, float], ...]] = 0.0, ()
 
     def add_work(self, seconds: float) -> int:
@@ -94,11 +94,10 @@ class HitGate:
         self._logged = self._shown = -math.inf  # when a refused hit was logged, and rates shown
         self._show_rates()
 
-    # ---- the scheduler thread ----
-
     def propose_ends(self, turn: Turn) -> None:
-        """Propose for each of the first prefetches whether it goes on, and last whether L3 is not
-        stalled, by :meth:`verdicts_on`. Every rank has the same prefetches in the same turns."""
+        """Propose for each of the first prefetches whether it goes on (1) or should end (0), and
+        last 0 if L3 is stalled, by :meth:`verdicts_on`. Nothing is proposed if there is nothing to
+        end. Every rank has the same prefetches in the same turns. Scheduler thread."""
         cache, self._proposal = turn.cache, None
         first = [info.operation for info in islice(cache.ongoing_prefetch.values(), _JUDGED)]
         self._running, verdicts = first, [False] * (len(first) + 1)
@@ -118,7 +117,8 @@ class HitGate:
             self._proposal = turn.propose(*(not ends for ends in verdicts))
 
     def apply_ends(self) -> None:
-        """The ranks have agreed: end prefetches."""
+        """The ranks have agreed: end each prefetch that a rank wants to end, and all prefetches if
+        L3 is stalled on a rank. Scheduler thread."""
         if self._proposal is None:
             return
         *going_on, in_time = self._proposal.least
@@ -132,8 +132,8 @@ class HitGate:
             self.apply_verdicts([*map(self.prefetches.prefetch_of, ended)], not in_time)
 
     def may_ask(self, request_id: str, prefix: int, recomputing: Recomputing | None = None) -> bool:
-        """Returns True if L3 is to be asked for tokens of a request behind ``prefix``: not while
-        all ranks agree that L3 is stalled, because no request would wait for the answer."""
+        """Returns True if L3 is to be asked for tokens of a request behind ``prefix`` others, and
+        notes the prefetch; False while L3 is stalled: no request would wait for the answer."""
         if not self.agreed_stalled:
             self.prefetches.add_request(request_id, prefix, recomputing)
         return not self.agreed_stalled
@@ -180,14 +180,13 @@ class HitGate:
             estimates.load.add_time(loaded, 0, max(seconds - computing, 1e-6))
         self._show_rates()
 
-    # ---- the thread that asks L3 ----
-
     def tokens_to_read(
         self, prefetch: Prefetch, tokens: int, wanted: int, shared: int = 0, *, parts: bool = True
     ) -> int:
-        """Number of tokens of a hit that this rank wants to read: all, none, or those in the page
-        store. L3 was asked for ``wanted``; ``shared``, at its end, are in the shared tier.
-        ``parts``: the first part of a hit is worth something without the rest."""
+        """Number of tokens that this rank wants to read of a hit, the first ``tokens`` of
+        ``wanted``: all, none, or those in the page store; the last ``shared`` are in the shared
+        tier. ``parts``: a first part of it is worth something without the rest. On the thread that
+        asks L3."""
         now = self.l3.clock()
         with self.prefetches.lock:
             hit = Hit(tokens, prefetch.prefix, wanted - tokens + 1, shared, prefetch.recomputing)
@@ -207,22 +206,21 @@ class HitGate:
                 logger.info("hcache: %d tokens of a hit are computed: %s", tokens - taken, reason)
         return taken
 
-    # ---- the thread that reads ----
-
     def read_begins(self, prefetch: Prefetch, wanted: int, step: int) -> None:
-        """L3 is going to be read: ``wanted`` tokens, ``step`` at a time."""
+        """Thread that reads: L3 is going to be read, ``wanted`` tokens, ``step`` at a time."""
         with self.prefetches.lock:
             shared, prefetch.step = 0, step
             if prefetch.hit is not None:  # other ranks may have less of it
                 prefetch.hit = prefetch.hit.cut_to(wanted)
-                shared = prefetch.hit.shared
+                shared = prefetch.hit.shared  # tokens in the shared tier
             if not prefetch.refused:
                 prefetch.state = State.READING if prefetch.meeting is None else State.MEETING
             now = self.l3.clock()
             self.l3.reading = Reading(prefetch, now, wanted, wanted, step, now, now, shared)
 
     def read_ends(self) -> None:
-        """The read that was begun is over, in any way."""
+        """The read that was begun is over, in any way: learn how long each tier takes, and decide
+        when it is tried again if hits are refused. On the thread that reads."""
         reading = self.l3.reading
         if reading is None:
             return
@@ -249,7 +247,8 @@ class HitGate:
             self.prefetches.hits.pop(reading.prefetch, None)
 
     def _schedule_trial(self, reading: Reading, seconds: float) -> None:
-        """Decide by a read that has ended in ``seconds`` when its tier is tried again."""
+        """Decide by a read that has ended in ``seconds`` how long hits of its tier are refused
+        until one is read as a trial. A good read ends trials; a slow trial doubles the pause."""
         trials, prefetch = self._trials[reading.shared > 0], reading.prefetch
         trial, failed = prefetch.trial, reading.gave_up or prefetch.refused
         if trial is None:
@@ -263,7 +262,8 @@ class HitGate:
         # Otherwise its client is gone, or pages are: no evidence about the disk.
 
     def _learn_read(self, estimate: Estimate, tokens: int, wanted: int, seconds: float) -> None:
-        """Learn from a read of ``tokens``, of ``wanted``, from the tier of this ``estimate``."""
+        """Learn from a read of ``tokens``, of ``wanted``, in ``seconds``, from the tier of this
+        ``estimate``. It teaches nothing if no token came, unless it took too long."""
         expected = estimate.seconds(wanted)
         if not tokens and expected is not None and seconds > expected:
             tokens = wanted  # it failed, and that took longer than reading
@@ -296,10 +296,12 @@ class HitGate:
         return f"{reading}, to compute them {computing:.3f} s"
 
     def _should_end(self, prefetch: Prefetch, rest: Hit, begin: float, now: float) -> bool:
-        """True if a prefetch should end, whose ``rest`` is read in ``begin`` seconds, or now."""
+        """True if a prefetch should end: computing its ``rest`` takes less time than going on. Its
+        read begins in ``begin`` seconds, or has begun."""
         hit, trial = prefetch.hit, prefetch.trial
         if hit is None or self.gpu.wanted or (prefetch.all_or_nothing and trial is None):
             return False  # without worth in parts it is read to its end, unless it is a trial
+        # Tokens that have arrived and are worth something without the rest.
         worth = 0 if prefetch.all_or_nothing else prefetch.arrived - prefetch.lost
         others = (one for one in self.prefetches.hits if one is not prefetch)
         busy = self.gpu.seconds_busy(now)
@@ -327,11 +329,11 @@ class HitGate:
         return trial.tokens
 
     def _is_trial_due(self, hit: Hit, now: float) -> bool:
-        """True if its tier is to be tried now, by reading ``hit`` while nothing else is read."""
+        """True if ``hit`` is to be read as a trial of its tier, however slow that seems: a pause is
+        over, nothing else is read, and it would be worth it on a fast L3."""
         others = any(one.remaining for one in self.prefetches.hits)
         busy = others or self.l3.reading is not None or self.l3.seems_stalled(now)
         trials = self._trials[hit.shared > 0]
-        # A hit that is not worth it however fast L3 is tells nothing.
         return not busy and self._pays(hit, 0.0) and now - trials.last_read >= trials.pause
 
     def _show_rates(self) -> None:

@@ -28,11 +28,10 @@ class Meeting:
             if self._unread is None:
                 self._unread = pages
 
-    # ---- the thread that reads ----
-
     def next_batch(self, most: int) -> range:
-        """Claim the next pages to read, at most ``most`` (at least 1); empty if the ends have met.
-        Waits for the ranks only if all others are offered to the front."""
+        """Claim the next pages to read, at most ``most`` (at least 1) and before those claimed
+        last; empty if the ends have met. Called on the thread that reads. Waits only while all
+        unread pages are offered to the front, until the ranks have agreed on these."""
         with self._lock:
             self._lock.wait_for(lambda: not self._offered or self._offered < self.unread)
             assert self._unread is not None
@@ -44,8 +43,6 @@ class Meeting:
     def taken_pages(self) -> int:
         """Number of pages that the front has taken: they need not be read. Any thread."""
         return self._taken
-
-    # ---- the scheduler ----
 
     @property
     def unread(self) -> int:
@@ -68,15 +65,15 @@ class Meeting:
         return range(self.front, min(stop, self.back.start) if self.back else stop)
 
     def offer(self, most: int) -> int:
-        """Offer the front its next pages, unread ones, and return their number. The reader leaves
-        them alone until :meth:`take_offered`, and reads others while the ranks agree."""
+        """Offer at most ``most`` unread pages to the front, its next ones, and return their number.
+        The reader leaves them alone until :meth:`take_offered`, and reads others meanwhile."""
         with self._lock:
             # Pages taken but not launched have failed: there is no way past them.
             self._offered = min(most, self.unread) if self._taken == self.front else 0
             return self._offered
 
     def take_offered(self, pages: int) -> range:
-        """The front takes ``pages`` of the pages that were offered; the others may be read."""
+        """The front takes the first ``pages`` of those that were offered; the rest may be read."""
         with self._lock:
             first, self._taken, self._offered = self._taken, self._taken + pages, 0
             self._lock.notify_all()

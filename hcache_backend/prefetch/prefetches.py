@@ -1,5 +1,5 @@
 """The prefetches of a process, and the prompts of its waiting requests: host memory keeps its part
-of a prompt, which is ``Held``, while the request waits."""
+of a prompt, which is ``HeldPrompt``, while the request waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PAGES = 1 << 16  # of prefetches that are read, or were, whose keys are known
 
 
 @dataclass(eq=False)
-class Held:
+class HeldPrompt:
     """The prompt of a waiting request. Scheduler thread only."""
 
     request: Any  # SGLang's
@@ -26,8 +26,8 @@ class Held:
     tokens: int = 0  # of the prompt that host memory has, and does not evict
     read: int = 0  # tokens that L3 was read for, and that no batch has used
     computed: int = 0  # tokens at the front of its prefetch that were recomputed
-    let_go: Callable[[], object] | None = None  # allows their eviction; None: they are not held
-    counts: tuple[bool, bool] = False, False  # among those that hold, and that batches let go
+    unlock: Callable[[], object] | None = None  # allows their eviction; None: they are not held
+    counted: tuple[bool, bool] = False, False  # as one that holds tokens; and is releasable
 
 
 class Ongoing(UserDict[Hashable, Record]):
@@ -51,15 +51,15 @@ class Prefetches:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.held: dict[str, Held] = {}  # by request, in the order in which they came
-        self.early: dict[str, Held] = {}  # those that wait for their decode servers
-        self.fetching: dict[str, Held] = {}  # the others whose prefetches are not over
+        self.held: dict[str, HeldPrompt] = {}  # by request, in the order in which they came
+        self.early: dict[str, HeldPrompt] = {}  # those that wait for their decode servers
+        self.fetching: dict[str, HeldPrompt] = {}  # the others whose prefetches are not over
         self.held_tokens = 0  # those of a node count once: one of its requests may hold none
-        self.releasable = 0  # of these, that batches alone let go: they wait for no answer
-        self.releasable_nodes = 0
-        # By node: requests, those of them that batches let go, most tokens.
+        self.releasable = 0  # of these, of requests that wait for the GPU only
+        self.releasable_nodes = 0  # nodes with such requests
+        # By node: its requests that hold tokens, the releasable ones of them, most tokens of one.
         self._holds: dict[Hashable, tuple[int, int, int]] = {}
-        # SGLang's requests that wait, as far as is known; behind None for their decode servers.
+        # SGLang's requests that waited in the last turn; behind None for their decode servers.
         self.line: list[Any] = [None]
         self.answers: list[Any] = []  # SGLang's operations that wait for room in host memory
         self.scheduler: Any = None  # SGLang's; None until the first request comes
@@ -80,7 +80,7 @@ class Prefetches:
         self._final: OrderedDict[str, State] = OrderedDict()  # of requests
 
     def prefetch_of(self, operation: Any) -> Prefetch:
-        """The prefetch of SGLang's ``operation``. Any thread."""
+        """The prefetch of SGLang's ``operation``, at first the waiting request's. Any thread."""
         with self.lock:
             if operation not in self._by_operation:
                 name = operation.request_id
@@ -91,7 +91,8 @@ class Prefetches:
     def add_request(
         self, request_id: str, prefix: int, recomputing: Recomputing | None
     ) -> Prefetch:
-        """L3 is asked for tokens of a request behind ``prefix``."""
+        """L3 is asked for tokens of a request behind ``prefix`` others. A request whose earlier
+        prefetch was refused or ended keeps that state."""
         with self.lock:
             state = self._final.get(request_id, State.ASKED)
             prefetch = self.waiting[request_id] = Prefetch(request_id, prefix, recomputing, state)
@@ -108,7 +109,7 @@ class Prefetches:
         return self.ongoing
 
     def _note_change(self, record: Record, over: bool) -> None:
-        """SGLang has begun a prefetch, has found room for it, or has ended it (``over``)."""
+        """SGLang has begun a prefetch, found room for it (to read it) or ended it (``over``)."""
         operation = record.operation
         prefetch = self.changed[operation] = self.prefetch_of(operation)
         prefetch.info = None if over else record
@@ -118,7 +119,7 @@ class Prefetches:
                 prefetch.ended_after_ask = self._asks if operation.completed_tokens else 0
                 prefetch.token_ids = None  # ``brought`` keeps the rest for a while
             self.mark_over(prefetch)
-        elif operation.host_indices is None:
+        elif operation.host_indices is None:  # it has begun: L3 is asked
             self._asks = prefetch.ask_number = self._asks + 1
         elif operation not in self.reading:
             self.reading[operation] = len(operation.host_indices)
@@ -133,7 +134,7 @@ class Prefetches:
             self.count_tokens(prompt)
 
     def mark_over(self, prefetch: Prefetch) -> None:
-        """No request waits for it any more. A thread may read it yet: that counts."""
+        """No request waits for ``prefetch`` any more. A read that has begun stays in ``hits``."""
         with self.lock:
             if self.waiting.get(prefetch.request_id) is prefetch:
                 del self.waiting[prefetch.request_id]
@@ -152,23 +153,25 @@ class Prefetches:
             self.fetching[request_id] = prompt
         self.count_tokens(prompt)
 
-    def count_tokens(self, prompt: Held) -> None:
-        """Count the tokens that a request holds, after any change of it."""
-        holds, (held_before, free_before) = prompt.let_go is not None, prompt.counts
+    def count_tokens(self, prompt: HeldPrompt) -> None:
+        """Count the tokens of ``prompt`` that host memory holds, after any change of it. Those of a
+        node of SGLang's tree count once for all its requests; as releasable if one of these waits
+        for neither L3 nor a decode server: batches alone will free them."""
+        holds, (held_before, free_before) = prompt.unlock is not None, prompt.counted
         awaits_no_answer = prompt.operation is None or prompt.operation in self.reading
         free = holds and awaits_no_answer and prompt.request.rid not in self.early
-        prompt.counts = holds, free
-        requests, freeing, most = self._holds.pop(prompt.node, (0, 0, 0))
+        prompt.counted = holds, free
+        requests, free_ones, most = self._holds.pop(prompt.node, (0, 0, 0))  # most: tokens
         self.held_tokens -= most
-        self.releasable -= most if freeing else 0
-        self.releasable_nodes -= freeing > 0
-        requests, freeing = requests + holds - held_before, freeing + free - free_before
+        self.releasable -= most if free_ones else 0
+        self.releasable_nodes -= free_ones > 0
+        requests, free_ones = requests + holds - held_before, free_ones + free - free_before
         if requests:
             most = max(most, prompt.tokens)
-            self._holds[prompt.node] = requests, freeing, most
+            self._holds[prompt.node] = requests, free_ones, most
             self.held_tokens += most
-            self.releasable += most if freeing else 0
-            self.releasable_nodes += freeing > 0
+            self.releasable += most if free_ones else 0
+            self.releasable_nodes += free_ones > 0
 
     def forget_request(self, request_id: str) -> None:
         """A new request comes; a refused one may have had its id."""
@@ -176,7 +179,7 @@ class Prefetches:
             self._final.pop(request_id, None)
 
     def refuse(self, prefetch: Prefetch, state: State) -> None:
-        """End or refuse a prefetch, as ``state`` says; its request keeps that."""
+        """End or refuse a prefetch, as ``state`` says; later ones of its request, too."""
         with self.lock:
             prefetch.state = self._final[prefetch.request_id] = state
             self.hits.pop(prefetch, None)

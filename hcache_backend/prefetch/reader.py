@@ -18,7 +18,8 @@ _LOOKING_SECONDS = 1e-3  # between two looks at the progress of the front
 _LEAST_SECONDS = 0.01  # of a read, about, because each one has a fixed cost of milliseconds
 _MOST_STEPS = 4  # of a read
 
-UntilMet = Callable[..., tuple[float, float]]  # Fronts.seconds_until_met
+# Fronts.seconds_until_met: seconds until both ends meet, and until reading alone has all pages
+UntilMet = Callable[..., tuple[float, float]]
 
 
 def batch_pages(pages: int) -> int:
@@ -75,11 +76,11 @@ class BatchedReads:
         *,
         trial: bool = False,
     ) -> int:
-        """Read a prefetch in order, or from its last page to the ``meeting``. Every rank makes the
-        same number of reports, even if it reads less: they are reduced together. Pages that the
-        front would reach sooner, by ``seconds_until_met``, are left to it. In a ``trial`` of L3 a
-        page is read first, however slow L3 seems.
-        Returns the number of leading pages that were read in order and are there."""
+        """Read a prefetch in order, or from its last page to the ``meeting`` with the pages that
+        are recomputed at its front. Every rank makes the same number of reports, which are reduced
+        together, even if it reads less. Pages that the front would reach sooner, by
+        ``seconds_until_met``, are left to it. In a ``trial`` of L3 a page is read first, however
+        slow L3 seems. Returns the number of leading pages that were read in order and are there."""
         all_pages = prefetch.pages
         step, order, back = batch_pages(all_pages), _InOrder(all_pages), range(all_pages, all_pages)
         is_first = True
@@ -106,6 +107,7 @@ class BatchedReads:
                 if meeting is None:
                     order.add(pages, got)
                 else:
+                    # Pages behind a missing one do not count any more.
                     end = back.stop if got == len(pages) else pages.start + got
                     back = range(pages.start, end)
             prefetch.report(range(order.leading_pages) if meeting is None else back)
@@ -118,8 +120,9 @@ class BatchedReads:
     def _next_back(
         self, prefetch: PrefetchRead, meeting: Meeting, seconds_until_met: UntilMet, most: int
     ) -> range:
-        """Pages to read now; none if the prefetch has ended or the two ends have met. If the front
-        will have all of them sooner than one is read, wait for it, as long as it gets on."""
+        """Pages to read now, at most ``most``; none if the prefetch has ended, or its reader and
+        the recomputation of its front (the two ends of ``meeting``) have met. If the front will
+        have all unread pages sooner than one is read, wait for it, as long as it gets on."""
         prefix = prefetch.before * self._size
         start, now, least_unread = 0.0, time.monotonic(), math.inf
         while not prefetch.has_ended() and (unread := meeting.unread):

@@ -3,14 +3,10 @@
 Free device pages are reserved for the pages of a prefetch. Arrived pages are copied and projected,
 and a load gets the prepared device pages. It may never come, so reserved pages count as free.
 
-- A device page is free, reserved for one host page, or handed out.
-- It is launched for a host page once: after that page arrived and was proven, or to be recomputed
-  whole, behind pages that were, and then the host page is made of it.
-- First layers that are not stored are recomputed by the load (host/loads.py).
-- It is handed out once, with the restore that writes it. It becomes free only behind what writes
-  it, and what recomputes from it.
-- A freed host page gives its device page back. The caller waits for the restore, because the next
-  writer is a thread, which waits for no stream.
+- A device page is free, reserved for one host page, or handed out. A restore is launched for it
+  once: of the host page that arrived and was proven, or to recompute it, behind other pages.
+- It is handed out once, with that restore. It becomes free only behind what writes or reads it.
+- A freed host page gives its device page back, and the CPU waits: the next writer is a thread.
 - All tensor-parallel ranks do the same. A launch that fails on one counts as launched there, too,
   and all ranks refuse a load of its pages.
 """
@@ -131,8 +127,9 @@ class EagerRestores:
         return len(ids)
 
     def reachable(self, prefetch: Hashable, front: int) -> int:
-        """Number of its first pages that can be recomputed one after the other, or were, as the
-        first ``front`` ones; 0 if not all of these are held."""
+        """Number of leading pages of ``prefetch`` that have a reserved device page, so that they
+        can be recomputed, behind the first ``front`` ones, which were. 0 if one of these has lost
+        its device page: later pages cannot be recomputed without it."""
         reservation = self._running[prefetch]
         held_pages = int(min(reservation.released, len(reservation.pages)))
         return held_pages if not reservation.first and held_pages >= front else 0
@@ -175,9 +172,9 @@ class EagerRestores:
         return self._slots(self._running[prefetch], pages)
 
     def mark_recomputed(self, prefetch: Hashable, pages: range, restore: RunningRestore) -> None:
-        """``restore`` was launched for reachable ``pages``, behind earlier ones on the same stream.
-        It reads K and V of all tokens before; the pages are in host memory behind its event
-        ``copied``."""
+        """``restore`` was launched to recompute ``pages`` (see :meth:`reachable`), behind earlier
+        ones on the same stream. It reads K and V of all tokens before; the pages are in host memory
+        behind its event ``copied``. If it failed, they may be tried again."""
         reservation = self._running[prefetch]
         before = reservation.last_slice
         # A failed slice may have written more pages than are tried again.
@@ -202,7 +199,7 @@ class EagerRestores:
         self._give_back([page for page in freed if page is not None])
 
     def wait_until_saved(self, host_pages: Ids) -> None:
-        """Block until no restore reads or writes the host pages: the CPU is going to."""
+        """Block until no restore reads or writes these host pages, because the CPU is going to."""
         waited_for = set(host_pages.tolist())
         for pages, restore in self._reading:
             if not waited_for.isdisjoint(pages):
@@ -234,7 +231,8 @@ class EagerRestores:
             self._give_back([*waiting, *launched][:short])
 
     def hand_out(self, host_pages: Ids) -> Prepared | None:
-        """Device pages for a load of ``host_pages``; None, without a change, if too few."""
+        """Device pages for a load of ``host_pages``, in their order: those that are reserved for
+        them, and free ones for others. None, without a change, if too few are free or reserved."""
         if len(host_pages) > self._free.count() + self.pages:
             return None
         reserved = self._reserved_for(host_pages)
@@ -249,7 +247,7 @@ class EagerRestores:
         taken, parts = (self._free.take(missing) if missing else None), list[torch.Tensor]()
 
         def run_of(item: tuple[int, Reserved | None]) -> tuple[Reservation | None, int]:
-            """Equal for neighbours in one tensor: pages are not cut one by one."""
+            """Equal for neighbours in one tensor, which then need one slice instead of many."""
             index, page = item
             return (None, 0) if page is None else (page.reservation, page.number - index)
 
@@ -279,7 +277,7 @@ class EagerRestores:
         return reservation.slots[pages.start * self._size : pages.stop * self._size]
 
     def _give_back(self, pages: Sequence[Reserved]) -> None:
-        """Make reserved device pages free, behind what writes them or reads them."""
+        """Make device pages free, for a stream that waits for what writes them or reads them."""
         wait_until_written(_restores_using(pages))
         self._forget(pages)
         numbers: dict[Reservation, list[int]] = {}

@@ -38,9 +38,10 @@ class SliceBudget:
         first: float = 0.0,
     ) -> int:
         """Number of pages, up to ``most`` (at least 1), that a slice may recompute now, behind
-        ``prefix`` tokens, in ``share`` of the time of a slice; none unless one would end in less
-        than ``within`` seconds, behind the slices that were launched, and several only if they
-        would end in ``best``. The ``first`` slice takes so many seconds for a page."""
+        ``prefix`` tokens, in ``share`` (0 to 1) of the time of a slice alone. 0 unless one page
+        would be done in less than ``within`` seconds, behind the slices that were launched; several
+        only if they would be done in ``best`` seconds. ``first``: seconds of a page, while no slice
+        has been measured."""
         if not share or self.count_unfinished() >= _UNFINISHED:
             return 0
         seconds = self._recomputing.seconds
@@ -51,15 +52,17 @@ class SliceBudget:
         return self._longest(most, page_size, prefix, share, min(within - queued, best))
 
     def seconds(self, tokens: int, page_size: int, prefix: int) -> float:
-        """Time of slices of ``tokens`` in all, one after the other, without other users of the GPU;
-        infinite if unknown. Arguments as in :meth:`pages_of_slice`. Any thread."""
+        """Seconds to recompute ``tokens`` behind ``prefix`` others, in slices one after the other,
+        without other users of the GPU; infinite if unknown. Any thread."""
         middle, most = prefix + tokens // 2, max(1, tokens // page_size)
         pages = self._longest(most, page_size, middle, 1.0, math.inf)
         seconds = self._recomputing.seconds(pages * page_size, middle)
         return math.inf if seconds is None else seconds * tokens / (pages * page_size)
 
     def _longest(self, most: int, page_size: int, prefix: int, share: float, within: float) -> int:
-        """Number of pages, at least one, of a slice that may take ``within`` seconds."""
+        """Number of pages, 1 to ``most``, of a slice that ends in ``within`` seconds and in
+        ``share`` of its time; at least one. With the whole time (1.0) it has _LEAST_TOKENS if these
+        end ``within``."""
         if self._recomputing.seconds(page_size, prefix) is None:
             return 1  # no slice has run yet
 
@@ -74,7 +77,7 @@ class SliceBudget:
         return max(1, pages)
 
     def count_unfinished(self) -> int:
-        """Number of launched slices that run or wait. Learns the times of the others."""
+        """Number of launched slices that run or wait. Learns the times of those that ended."""
         while self._launched and self._launched[0][0].done():
             restore, prefix = self._launched.popleft()
             if restore.failed is None:
@@ -103,14 +106,11 @@ _BLIND = Pace(*_WAITING)  # from the first error on
 
 
 class Governor:
-    """Keeps recomputation of hits that are still being read out of the way of other requests.
-
-    - A slice may take ``1 - running / RUNNING_LIMIT`` of the time that it may take alone, and
-      nothing while a request is queued for the GPU, or a prompt is computed in chunks.
-    - The governor uses no clock, only the state of SGLang's scheduler, which is the same on all
-      tensor-parallel ranks.
-    - The load of the hit does what was put off, in front of the forward pass that needs it.
-    """
+    """Keeps recomputation of hits that are still being read out of the way of other requests. A
+    slice may take ``1 - running / RUNNING_LIMIT`` of the time that it may take alone, and nothing
+    while a request is queued for the GPU, or a prompt is computed in chunks. The governor uses no
+    clock, only the state of SGLang's scheduler, which is the same on all tensor-parallel ranks. The
+    load of the hit does what was put off, in front of the forward pass that needs it."""
 
     def __init__(self) -> None:
         self.pace = _WHOLE  # for this turn of the scheduler; any thread

@@ -24,16 +24,17 @@ class HitTimes:
         return (near or 0.0) + (far or 0.0)
 
     def seconds_saved(self, hit: Hit) -> float | None:
-        """Seconds of computing that the hit saves; None if unknown."""
+        """Seconds of computing that the hit saves, before its ``rest``; None if unknown."""
         prefill = self._estimates.prefill
         all_of_it = prefill.seconds(hit.tokens + hit.rest, hit.prefix)
         rest = prefill.seconds(hit.rest, hit.prefix + hit.tokens)
         return None if all_of_it is None or rest is None else max(0.0, all_of_it - rest)
 
     def seconds_to_have(self, hit: Hit, reading: float, *, begun: bool = True) -> float:
-        """Until it is in host memory, if L3 alone takes ``reading`` seconds. Slices recompute it
-        only if L3 has a worthwhile part in it. Once it has ``begun``, any part is worthwhile: a
-        small change of the estimates must not throw away what was read and recomputed."""
+        """Seconds until ``hit`` is in host memory, if L3 alone takes ``reading``. Slices recompute
+        its front meanwhile if L3 has a worthwhile part in it. Once it has ``begun``, any part is
+        worthwhile: a small change of the estimates must not throw away what was read and
+        recomputed."""
         if hit.recomputing is None or not hit.tokens:
             return reading
         recomputing = hit.recomputing(hit.tokens, hit.prefix)
@@ -51,17 +52,18 @@ class HitTimes:
     def seconds_to_finish(
         self, tokens: int, recomputing: float, share: float, *, longest: bool = False
     ) -> tuple[float, float]:
-        """To finish ``tokens`` that nobody has taken: reading and recomputing, and reading only
-        (see :meth:`.L3Progress.seconds_to_read`). Recomputing all takes ``recomputing`` seconds,
-        and reaches a ``share``."""
+        """Two estimates of the seconds to finish ``tokens`` of a prefetch that are neither read nor
+        recomputed: reading and recomputing in parallel; and reading only. Recomputing all takes
+        ``recomputing`` seconds, and can reach a ``share`` of them. ``longest``: as in
+        :meth:`.L3Progress.seconds_to_read`."""
         reading = self._l3.seconds_to_read(tokens, longest=longest)
         return side_by_side(reading, recomputing, share), reading
 
     def seconds_behind(
         self, others: Iterable[Prefetch], hit: Hit, now: float, enough: float = math.inf
     ) -> float:
-        """To have a hit behind the rests of ``others``: of all, or of so many that these take more
-        than ``enough``."""
+        """Seconds to have ``hit`` in host memory, if what ``others`` have not read is read before
+        it. The sum stops at the first that makes it more than ``enough``. ``now``: by the clock."""
         earlier, slowdown = 0.0, self._l3.slowdown(now)
         for one in others:
             if earlier > enough:
@@ -82,8 +84,9 @@ class HitTimes:
     def seconds_to_compute(
         self, hit: Hit, busy: float, others: Iterable[Prefetch], now: float
     ) -> float | None:
-        """To compute a hit on a GPU that is ``busy`` so long, plus the delays of ``others``, which
-        are read; None if unknown."""
+        """Cost in seconds of computing ``hit`` instead of reading it: until it is computed on a GPU
+        that is ``busy`` so many seconds before; plus the delay of each of ``others`` (prefetches)
+        that is read sooner than that, as it waits for the GPU. None if unknown."""
         if (saved := self.seconds_saved(hit)) is None:
             return None
         alone, slowdown = busy + saved, self._l3.slowdown(now)
@@ -92,14 +95,15 @@ class HitTimes:
         return alone + sum(alone - read for read in delayed)
 
     def seconds_reading(self, prefetch: Prefetch, now: float) -> float:
-        """Since its read began; of a trial, that of the present tier. 0 while it is not read."""
+        """Since the read of ``prefetch``, or the present tier of a trial, began; 0 if not read."""
         reading = self._l3.reading
         if reading is None or reading.prefetch is not prefetch:
             return 0.0
         return now - (reading.tier_start if prefetch.trial else reading.start)
 
     def seconds_going_on(self, prefetch: Prefetch, rest: Hit, begin: float, now: float) -> float:
-        """To have the ``rest`` of a prefetch, whose read begins in ``begin`` seconds, or has."""
+        """Seconds to have the ``rest`` of a prefetch, whose read begins in ``begin`` seconds or has
+        begun: then its pace so far counts, if it is late or a trial."""
         reading, trial = self._l3.reading, prefetch.trial is not None
         if reading is None or reading.prefetch is not prefetch:
             return begin if trial else begin + self.seconds_left(rest)

@@ -1,8 +1,6 @@
 """SGLang's allocator: pages that eager restores may reserve, and slots that capture is given.
-
 Reserved device pages are out of the allocator's lists but count as available: any allocation gets
-them. A slot that is allocated anew has no valid row until something fills it.
-"""
+them. A slot that is allocated anew has no valid row until something fills it."""
 
 from __future__ import annotations
 
@@ -62,8 +60,9 @@ class ReservablePages:
     def slots_to(self, node: Hashable) -> torch.Tensor:
         return slots_to(self.cache.tree_core, node)
 
-    def _wrap_allocation(self, name: str, pages: Callable[[dict[str, Any]], int]) -> None:
-        """Wrap an allocation for sequences: a page for each, and ``pages``, are freed before."""
+    def _wrap_allocation(self, name: str, more_pages: Callable[[dict[str, Any]], int]) -> None:
+        """Wrap SGLang's method ``name``, if it exists. Before it allocates, reserved pages are
+        given back until a page for each sequence, and ``more_pages(its arguments)``, are free."""
         original = getattr(self._allocator, name, None)
         if original is None:
             return
@@ -72,12 +71,13 @@ class ReservablePages:
         def allocate(*args: Any, **kwargs: Any) -> Any:
             if self.eager is not None and self.eager.pages:
                 arguments = parameters.bind(*args, **kwargs).arguments
-                self.eager.make_free(pages(arguments) + len(arguments["seq_lens"]))
+                self.eager.make_free(more_pages(arguments) + len(arguments["seq_lens"]))
             return self._note_allocated(original(*args, **kwargs))
 
         setattr(self._allocator, name, allocate)
 
     def _allocate(self, need_size: int) -> Any:
+        """SGLang's ``alloc``: slots of so many tokens, or None. A load gets its prepared pages."""
         load = self.load
         if load is not None and load.prepared is None and self.eager is not None:
             assert need_size == len(load.host_pages) * self._size

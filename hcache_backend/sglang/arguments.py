@@ -85,8 +85,8 @@ def storage_extra_config(args: Any) -> dict[str, Any]:
 
 
 def check_tp_lcm_size(option: object, ranks: int, heads: int, *, own_pages: bool) -> None:
-    """Raise ConfigError, with the allowed numbers, unless K and V of a page of all ranks divide
-    into ``option`` groups of heads (SGLang's ``tp_lcm_size``). ``heads`` are those of a rank."""
+    """Raise ConfigError, with the allowed numbers, unless ``option`` (``tp_lcm_size``) can be
+    SGLang's number of groups of heads in a page of all ranks. ``heads`` are those of a rank."""
     all_heads = heads * ranks
     allowed = [number for number in range(ranks, all_heads + 1, ranks) if all_heads % number == 0]
     if own_pages:
@@ -106,7 +106,7 @@ def kv_fields(runner: Any) -> dict[str, object]:
 
 
 def _kv_scales(model: torch.nn.Module) -> dict[str, list[float]]:
-    """Scales of quantised K and V by attention layer, as far as they are no parameters."""
+    """Scales of quantised K and V by attention layer, unless they are parameters (weights)."""
     names = ("k_scale", "v_scale", "k_scale_float", "v_scale_float")
     scales = {}
     for layer, module in model.named_modules():
@@ -117,9 +117,9 @@ def _kv_scales(model: torch.nn.Module) -> dict[str, list[float]]:
 
 
 def _adapter_digests(runner: Any) -> dict[str, str]:
-    """Digests, by identity, of the LoRA adapters whose pages outlive the server; and the version of
-    their keys. SGLang seeds the keys of a request with the identity of its adapter: from name and
-    path for one of the command line, whose content may change; at run time a new one each time."""
+    """Digests of LoRA adapters by SGLang's identity of each, and under "keys" the version of their
+    keys; empty without LoRA. The identity of an adapter of the command line is made of its name and
+    path: pages outlive the server, but its content may change. Others get new ones each time."""
     manager = getattr(runner, "lora_manager", None)
     if manager is None:
         return {}

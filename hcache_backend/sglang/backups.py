@@ -1,10 +1,8 @@
 """Backups that HiCache would not make or not wait for: beginnings of conversations, the last ones.
-
 A look-up ends at the first page that L3 lacks. So a node is written only if L3 has all pages before
 it. HiCache gives L3 a node once. L3 may lack the pages before: they were computed before it was
 attached, ``write_back`` keeps them on the device, or L3 has lost them since. Then the nodes from
-the one with the first missing page on are put again, the node last.
-"""
+the one with the first missing page on are put again, the node last."""
 
 from __future__ import annotations
 
@@ -51,21 +49,17 @@ class _Answer(NamedTuple):
 
 class Backups:
     """Scheduler thread only, but for :attr:`missing_pages`. All ranks put the same nodes at once.
-    Pipeline stages, and servers without a cache in host memory, put none, and write each node.
-
-    Attributes:
-        missing_pages: Operations of HiCache's backup thread that wrote nothing on this rank, and
-            the first page before theirs that L3 lacks.
-    """
+    Pipeline stages, and servers without a cache in host memory, put none, and write each node."""
 
     def __init__(self, stages: int, prefetches: Prefetches | None = None) -> None:
-        self.enabled, self._prefetches = stages == 1, prefetches
+        self.enabled, self._prefetches = stages == 1, prefetches  # pipeline stages
+        # Operations that wrote nothing on this rank, with the first page before theirs L3 lacks.
         self.missing_pages: dict[int, int] = {}
-        self._cache: Any = None
-        self._given: OrderedDict[int, _Node] = OrderedDict()  # to L3, by id
-        self._answered: deque[_Answer] = deque()
-        self._proposal: Proposal | None = None  # missing pages of the first of those
-        # To be put, each from the last node to the first.
+        self._cache: Any = None  # SGLang's radix cache
+        self._given: OrderedDict[int, _Node] = OrderedDict()  # nodes queued for L3, by id
+        self._answered: deque[_Answer] = deque()  # what the ranks have not agreed on yet
+        self._proposal: Proposal | None = None  # missing pages of the first of those answers
+        # Nodes to be written to L3 again; a chain is from the last node to the first.
         self._chains: deque[list[_Node]] = deque()
         self._chained = Counter[_Node]()  # nodes of chains, which may share some
         self._may_begin_chains = True
@@ -76,7 +70,7 @@ class Backups:
         self._refused: OrderedDict[bytes, int] = OrderedDict()
 
     def note_given(self, cache: Any, node_id: int) -> None:
-        """HiCache has queued a node for L3: known from now on, if the device has it."""
+        """HiCache has queued a node for L3, by itself or for a chain: remember it for chains."""
         if node_id in self._putting:
             self._putting.remove(node_id)
             self._given_again[node_id] = next(reversed(cache.ongoing_backup), 0)
@@ -104,7 +98,7 @@ class Backups:
             self._proposal = turn.propose(*(answer.missing_page for answer in answers))
 
     def apply_missing_pages(self, cache: Any) -> None:
-        """Put the beginnings of nodes that a rank did not write; others wait for a turn."""
+        """The ranks agreed: queue nodes from missing pages on, and give L3 some queued nodes."""
         if self._proposal is not None:
             for missing_page in self._proposal.least:
                 answer = self._answered.popleft()
@@ -119,16 +113,17 @@ class Backups:
             self._given_again.clear()
 
     def _begin_chain(self, cache: Any, last: int, missing_page: int, *, again: bool) -> None:
-        """Queue the nodes from the one with ``missing_page`` of the sequence on, up to ``last``."""
+        """Queue the nodes from the one with ``missing_page`` of the sequence on, up to ``last``.
+        ``again``: ``last`` was queued before and L3 did not take it: it is left out for a while."""
         if not self._may_begin_chains or last in self._putting or last in self._given_again:
-            return  # the last two: it was put since then
+            return  # the last two: it was given to L3 again since then
         chain: list[_Node] = []
         node_id: int | None = last
         while node_id is not None:
             node = _node_on_device(cache, node_id) or self._given.get(node_id)
             if node is None:
                 metrics.PAGES.count("heads_not_put", sum(node.pages for node in chain[1:]))
-                return
+                return  # the device has evicted it, and it is not remembered
             chain.append(node)
             node_id = node.parent_id
         start = 0
@@ -147,8 +142,8 @@ class Backups:
             self._chained.update(chain)
 
     def _put_chains(self, cache: Any) -> None:
-        """Put a part of the nodes. HiCache gives one that it copies to host memory to L3 when the
-        copy is there; others follow behind it."""
+        """Give L3 nodes of chains, from the first of each on, about _PAGES pages. One that host
+        memory lacks is copied there: HiCache gives it to L3 later, and others wait for that."""
         from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 
         pages, copies = 0, cache.ongoing_write_through
@@ -180,7 +175,7 @@ class Backups:
             self._chained.clear()
 
     def forget(self) -> None:
-        """L3 lost all that was put."""
+        """L3 is emptied, or the weights change: no node that was known is written again."""
         self._given.clear()
         self._answered.clear()
         self._chains.clear()
@@ -190,10 +185,9 @@ class Backups:
         self._refused.clear()
 
     def finish(self) -> None:
-        """Wait for running backups, for a limited time, before the weights change or the memory of
-        the GPU is released: SGLang ends a server whose caches cannot be flushed then. So requests
-        whose replies left in this turn leave their batches, as they do in the next one. Every rank
-        calls it in the same turn."""
+        """Wait a limited time for backups, before weights change or the GPU's memory is released:
+        SGLang ends a server whose caches cannot be flushed then. For that finished requests leave
+        their batches now, not in the next turn. Every rank calls it in the same turn."""
         cache, scheduler = self._cache, self._prefetches and self._prefetches.scheduler
         self.forget()
         for batch in (scheduler.running_batch, scheduler.last_batch) if scheduler else ():
@@ -233,7 +227,7 @@ class Backups:
         return ended
 
     def _backups_end(self, cache: Any, end: float) -> bool:
-        """Returns True if all backups end before ``end`` (monotonic) on all ranks."""
+        """Run turns until no backup is left; False if that lasts till ``end`` (monotonic)."""
         while cache.ongoing_write_through or cache.ongoing_backup or self._answered or self._chains:
             cache.check_hicache_events()
             goes_on = torch.tensor(time.monotonic() < end, dtype=torch.int32)
@@ -250,7 +244,7 @@ def _forget_oldest(known: OrderedDict[Any, Any]) -> None:
 
 
 def _node_on_device(cache: Any, node_id: int) -> _Node | None:
-    """A node of which the device has K and V."""
+    """What is known of a node of SGLang's tree; None if the device has no K and V of it."""
     snapshot = cache.tree_core.snapshot_buffer_backup(node_id, False)
     if snapshot is None:
         return None
@@ -259,7 +253,7 @@ def _node_on_device(cache: Any, node_id: int) -> _Node | None:
 
 
 def _tree_has(cache: Any, node: _Node) -> bool:
-    """False if the tree has lost a node, or has another one of this number."""
+    """False if SGLang's tree has lost ``node``, or uses its id for another node."""
     try:
         keys = cache.tree_core.get_hash_values(node.node_id)
     except Exception:  # the two trees raise errors of their own

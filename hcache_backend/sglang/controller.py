@@ -1,7 +1,5 @@
 """HiCache's controller over own pages: backup, load and storage transfers. Loads become restores.
-
-A page of L3 is a hit only if its header proves that it is the wanted one, from any backend.
-"""
+A page of L3 is a hit only if its header proves that it is the wanted one, from any backend."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ class OwnPagesController(HybridCacheController, Controller):
     """``_page_*`` run in HiCache's storage threads, all else on the scheduler thread."""
 
     def __init__(self, stack: Stack, *hicache: Any, **arguments: Any) -> None:
-        """The other arguments are SGLang's."""
+        """``stack`` has our parts, which do the work; the other arguments are SGLang's."""
         self._runtime, self._weights = stack.runtime, stack.runtime.weights
         self._pool, self._loads = stack.pool, stack.loads
         self.eager, self.stages, self._kv_checks = stack.eager, stack.stages, stack.kv_checks
@@ -69,18 +67,18 @@ class OwnPagesController(HybridCacheController, Controller):
         self.node_backups = stack.backups(self, self.start_writing)
         self.trusts = stack.trusts
         self.checks = [each for each in (stack.checks, stack.kv_checks) if each is not None]
-        self._batches: BatchedReads | None = None
-        if self.eager is not None:
-            self._batches = BatchedReads(self._pool.page_size, self._runtime.l3)
-        self.prefix: Prefix = lambda: None  # slots of the tokens before the present load
+        batches = BatchedReads(self._pool.page_size, self._runtime.l3)
+        self._batches = None if self.eager is None else batches
+        self.prefix: Prefix = lambda: None  # slots of the tokens before a load; None: unknown
         self._never_loaded = False  # True: host pages that no load can use are to be evicted
         super().__init__(*hicache, **arguments)
 
     def attach_storage_backend(self, storage_backend: str, *args: Any, **kwargs: Any) -> None:
+        """SGLang's, then judge hits of other backends. Raises ConfigError on all ranks or none."""
         # SGLang's own zero-copy backends name two values a page, for K and V: they get halves.
         self._pool.pieces_per_page = 1 if storage_backend == "dynamic" else 2
         super().attach_storage_backend(storage_backend, *args, **kwargs)
-        if self._storage_verifies:
+        if self._storage_verifies:  # our store, which is attached elsewhere
             return
         try:
             self._judge(storage_backend)
@@ -97,6 +95,7 @@ class OwnPagesController(HybridCacheController, Controller):
         self._runtime.stop_judging()
 
     def reset(self) -> None:
+        """SGLang empties its caches: also drop what waits here, and free all reserved pages."""
         super().reset()
         self._loads.drop_queued()
         if self.eager is not None:
@@ -106,8 +105,8 @@ class OwnPagesController(HybridCacheController, Controller):
             checks.drop_waiting()
 
     def evict_unloadable(self, cache: Any) -> None:
-        """A node whose load is refused stays a hit, and hides its copy in L3. HiCache cannot
-        remove one node, so all that are in L2 only go."""
+        """If a load was refused for good, evict all nodes that only host memory has. A refused node
+        would stay a hit, and hide its copy in L3, and HiCache cannot remove a single node."""
         if self._never_loaded or (self._kv_checks.failed and self.stages.alone):
             cache.evict_host(self._pool.size)
             self._never_loaded = False
@@ -120,11 +119,11 @@ class OwnPagesController(HybridCacheController, Controller):
         return super()._move_pool_indices(host_pool, host_indices, device_indices, **kwargs)
 
     def write(self, device_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Back up a node, or return None on every rank if one of its rows is not valid."""
+        """Queue a backup: host indices, or None on every rank if a row is not valid, or L2 full."""
         self.stages.exchange_messages()
         weights = self._weights.present
         flushed = weights is not None and weights.suspended is None
-        may_wait = flushed and self.write_policy != "write_back"
+        may_wait = flushed and self.write_policy != "write_back"  # for rows that are on their way
         backup = self.node_backups.begin_backup(device_indices, may_wait=may_wait)
         if backup is None:
             return None
@@ -138,7 +137,7 @@ class OwnPagesController(HybridCacheController, Controller):
         return host_indices
 
     def start_writing(self) -> None:
-        """Launch the backups that are ready."""
+        """Launch the queued backups that are ready; HiCache's queue keeps the others."""
         may_wait = self.write_policy != "write_back"  # HiCache waits for that on the spot
         launched = self.node_backups.launch(self.write_queue, may_wait=may_wait)
         for host_pages in launched:
@@ -154,8 +153,8 @@ class OwnPagesController(HybridCacheController, Controller):
         self.write_queue.extend(not_ready)
 
     def agreed(self, *fine: int) -> list[int]:
-        """Smallest values over all ranks; at most 0 if a rank lost its trust: then this one does,
-        too."""
+        """The smallest of each of ``fine`` on all ranks; at most 0 if a rank does not trust its own
+        pages any more, and then L3 ends on this one, too."""
         *agreed, trusted = smallest(self.tp_group, *fine, self.trusts())
         if not trusted:
             self._weights.begin_quarantine("another tensor-parallel rank failed its self-check")
@@ -168,6 +167,7 @@ class OwnPagesController(HybridCacheController, Controller):
             stream.wait(streams.wrap_engine_stream(self.load_fence_stream).record())
 
     def load(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Plan a load, and let HiCache queue it. None: a miss, or SGLang has no room."""
         host_pages = self._pool.page_ids(host_indices)
         queue_load = partial(super().load, host_indices, *args, **kwargs)
         if not len(host_pages):
@@ -199,7 +199,7 @@ class OwnPagesController(HybridCacheController, Controller):
         elif not self.stages.have(host_pages):
             problem = "another_stage"
         never = problem in ("restore_failed", "stale_host_page")
-        fine, may_come = self.agreed(problem is None, not never)
+        fine, may_come = self.agreed(problem is None, not never)  # may_come: by a later load
         if fine:
             load = self._loads.plan(host_pages, self.prefix)
             if self._loads.stored_from:
@@ -222,6 +222,7 @@ class OwnPagesController(HybridCacheController, Controller):
         return load or QueuedLoad(host_pages)
 
     def write_storage(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Queue a node for L3, whose thread reads its host pages: all of them must have arrived."""
         self._capture.settle()  # the backup is done, so its rows have arrived
         self.stages.exchange_messages()
         if self.eager is not None:
@@ -230,6 +231,7 @@ class OwnPagesController(HybridCacheController, Controller):
         return super().write_storage(host_indices, *args, **kwargs)
 
     def _page_backup(self, operation: Any) -> Any:
+        """Write the headers of the pages, then give L3 those before the first that is unusable."""
         sealed, before = 0, operation.prefix_keys
         with metrics.catching("backup", "pages of a node are not stored"):  # a thread of SGLang's
             pages, keys = self._pool.page_ids(operation.host_indices), operation.hash_value
@@ -247,6 +249,7 @@ class OwnPagesController(HybridCacheController, Controller):
         self.prefetch_sync_queue.put(ack)
 
     def prefetch(self, *args: Any, **kwargs: Any) -> Any:
+        """Begin a prefetch, and if its front is recomputed while it is read, its meeting."""
         operation = super().prefetch(*args, **kwargs)
         # Before the scheduler sees the hit: nothing is read earlier.
         if self.recomputing is not None:
@@ -257,8 +260,8 @@ class OwnPagesController(HybridCacheController, Controller):
 
     @property
     def recomputing(self) -> Recomputing | None:
-        """Estimate of the time to recompute the front of a prefetch that begins now; None if it is
-        read in order. The same of the two on all ranks."""
+        """Estimates the time to recompute the front of a prefetch that begins now. None if it is
+        read in order, without recomputation: then it is None on all ranks."""
         store = self.page_get_func == self._page_get_zero_copy and self.storage_backend
         alike = getattr(store, "reads_any_page_alike", False)
         if not alike or not self._runtime.prefetches.plain or self.eager is None:
@@ -314,7 +317,7 @@ class OwnPagesController(HybridCacheController, Controller):
     def _read_verified(
         self, read: Read, operation: Any, keys: Sequence[str], indices: torch.Tensor, *others: Any
     ) -> int:
-        """Number of pages that ``read``, SGLang's, brings and that were asked for: now loadable."""
+        """Number of pages that SGLang's ``read`` brings, and whose headers prove them: loadable."""
         with metrics.catching("read", "pages of L3 are a miss"):  # a thread of SGLang's
             host_pages = self._pool.page_ids(indices)
             arena = self._pool.arena

@@ -38,7 +38,7 @@ def before_sending_prefix(original: Original, scheduler: Any, req: Any, *a: Any,
 
 
 def after_metadata(original: Original, buffers: Any, req: Any, *a: Any, **kw: Any) -> Any:
-    """Around ``MetadataBuffers.set_buf``, on a prefill server, before the last part is sent."""
+    """Around ``MetadataBuffers.set_buf`` on a prefill server: also send its weights' digest."""
     result = original(buffers, req, *a, **kw)
     with _catching():
         weights = current().weights.present
@@ -47,7 +47,8 @@ def after_metadata(original: Original, buffers: Any, req: Any, *a: Any, **kw: An
 
 
 def before_commit(original: Original, queue: Any, decode_req: Any, *a: Any, **kw: Any) -> Any:
-    """Around ``DecodeTransferQueue._commit_transfer_to_req``: K and V of a prompt are there."""
+    """Around ``DecodeTransferQueue._commit_transfer_to_req``: K and V of a prompt are there. If the
+    digest that was sent with them is not that of our weights, L3 must not store them."""
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
     if decode_req.req.bootstrap_host != FAKE_BOOTSTRAP_HOST:  # a health check, without a sender

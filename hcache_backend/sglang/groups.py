@@ -44,7 +44,7 @@ def new_stage_group() -> Group:
 
 
 def from_all_ranks(value: _Result) -> list[_Result]:
-    """``value`` (pickled) of all ranks that attach a storage backend together."""
+    """``value`` (pickled) of all ranks that attach a storage backend together, in one order."""
     if not dist.is_initialized():
         return [value]
     from sglang.srt.distributed import parallel_state as state

@@ -48,6 +48,7 @@ def hooks_on(function: object) -> tuple[Original, ...]:
 
 
 def _put_around(hook: Hook) -> bool:
+    """Put a hook around its target, if it is not there yet; False if SGLang has no such target."""
     path, _, name = hook.target.rpartition(".")
     try:
         owner = pkgutil.resolve_name(path)
@@ -76,9 +77,11 @@ def guarded(hook: Hook) -> Original:
 
     @functools.wraps(function)
     def around(original: Original, *args: Any, **kwargs: Any) -> Any:
-        results, errors = list[Any](), list[Exception]()
+        """Run the hook. If it raises, return or raise what SGLang's function did: it runs once."""
+        results, errors = list[Any](), list[Exception]()  # of SGLang's function
 
         def call_original(*a: Any, **kw: Any) -> Any:
+            """SGLang's function, for the hook: also note the result or the error."""
             try:
                 results.append(original(*a, **kw))
             except Exception as error:

@@ -1,7 +1,5 @@
 """The hooks on SGLang beside the bootstrap hook, by feature; installed only if we are configured.
-
-Each target has one hook, so features share some: its function says what runs in which order.
-"""
+Each target has one hook, so features share some: its function says what runs in which order."""
 
 from __future__ import annotations
 
@@ -18,30 +16,10 @@ RECOMPUTE = [model_runner.ATTENTION, radix_cache.LOAD_BACK, RECEIVED]
 OWN_PAGES = [radix_cache.TURN, radix_cache.DRAIN]
 # L3 is given the uses of pages in L1 and L2, and these with their beginnings, also before the
 # memory of the GPU is released; waiting requests keep theirs
-USES = [
-    radix_cache.DRAIN,
-    BATCH,
-    radix_cache.BACKED_UP,
-    radix_cache.TURN,
-    radix_cache.STOPPING,
-    radix_cache.PREFETCH,
-    RECEIVED,
-    radix_cache.WRITTEN,
-    storage_threads.BACKUP,
-    RELEASE,
-]
-HITS = [
-    RECEIVED,
-    radix_cache.PREFETCH,
-    radix_cache.TURN,
-    radix_cache.DRAIN,
-    storage_threads.STOP,
-    BATCH,
-    COMPUTED,
-    storage_threads.LOOK_UP,
-    storage_threads.READ,
-    storage_threads.READ_BATCH,
-]
+USES = [*OWN_PAGES, BATCH, radix_cache.PREFETCH, RECEIVED, storage_threads.BACKUP, RELEASE]
+USES += [radix_cache.BACKED_UP, radix_cache.STOPPING, radix_cache.WRITTEN]
+HITS = [*OWN_PAGES, BATCH, radix_cache.PREFETCH, RECEIVED, COMPUTED, storage_threads.STOP]
+HITS += [storage_threads.LOOK_UP, storage_threads.READ, storage_threads.READ_BATCH]
 EVENTS = [radix_cache.EVENTS, storage_threads.BACKUP]  # what L3 stores and evicts
 PREFILL_SERVER = [disaggregation.SEND_PREFIX, disaggregation.METADATA]
 DECODE_SERVER = [disaggregation.RECEIVED_PROMPT]  # keeps K and V of other weights out of L3

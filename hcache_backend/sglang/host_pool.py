@@ -61,6 +61,7 @@ class OwnPagesPool(HostKVCache, HostPool):
         allocator_type: str,
         namespace: Callable[[], bytes] = lambda: NO_NAMESPACE,
     ) -> None:
+        """``page_layout``: of our pages; ``layout``: SGLang's; ``kv``: copies K and V of pages."""
         self.page_layout, self._pages, self._kv = page_layout, pages, kv
         self._namespace = namespace
         self._frees_duplicates = True
@@ -72,8 +73,7 @@ class OwnPagesPool(HostKVCache, HostPool):
         self._loads: LoadQueue | None = None
         self._restores: tuple[RunningRestore, ...] = ()
         self._backed_up: Event | None = None
-        # called with pages ([n]) that HiCache freed
-        self.on_freed: list[Callable[[Ids], None]] = []
+        self.on_freed: list[Callable[[Ids], None]] = []  # called with pages ([n]) HiCache freed
         # Called with pages ([n]) and the slots ([n * page_size], on the device) from which, or to
         # which, they were copied, on the current stream.
         self.on_backed_up: list[Callable[[Ids, torch.Tensor], None]] = []
@@ -116,6 +116,7 @@ class OwnPagesPool(HostKVCache, HostPool):
         return self.get_size_per_token()
 
     def init_kv_buffer(self) -> torch.Tensor:
+        """Memory of all host pages and shadows, uint8 ``[pages, stride]``, and the arena in it."""
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
         self.token_stride_size = self.size_per_token
@@ -141,6 +142,7 @@ class OwnPagesPool(HostKVCache, HostPool):
         return ids
 
     def free(self, indices: torch.Tensor) -> int:
+        """HiCache frees host pages. Tokens on the device may keep their rows, in shadows."""
         if indices.numel():
             host_pages = self.page_ids(indices)
             # First: tokens on the device may take rows back that are still to come.
@@ -154,7 +156,7 @@ class OwnPagesPool(HostKVCache, HostPool):
         return freed
 
     def clear(self) -> None:
-        # The next owner of a page may write it at once, so nothing may be on its way there.
+        """Free all host pages, behind all copies: the next owner of a page may write it at once."""
         if self._backed_up is not None:
             with contextlib.suppress(StreamFailed):
                 self._backed_up.synchronize()
@@ -178,8 +180,9 @@ class OwnPagesPool(HostKVCache, HostPool):
     def _save(
         self, saves: _Saves, host_pages: Ids, slots: torch.Tensor, fits: list[torch.Tensor]
     ) -> None:
-        """Copy K and V, and settle the pages: at once, or if there are masks by which they fit
-        (bool ``[..., p]``: ``fits``, and a codec's) once these arrive, by ``saves``."""
+        """Copy K and V from ``slots`` to ``host_pages``, and settle these (then they can be used):
+        at once, or once the masks of what can be encoded (bool ``[..., p]``: ``fits``, and a
+        codec's) arrive, by ``saves``."""
         device = self.device_pool.device
         if self._kv.layers:
             physical = self.arena.physical(host_pages)
@@ -214,6 +217,7 @@ class OwnPagesPool(HostKVCache, HostPool):
                 saves.popleft()[1]()
 
     def _settle(self, host_pages: Ids, tickets: Ids, fits: Sequence[torch.Tensor]) -> None:
+        """Settle pages that arrived; those with False in any of ``fits`` are not encodable."""
         fit = torch.vstack([*fits]).all(0).numpy()
         tokens = len(self.arena.settle(host_pages, tickets, fit)) * self.page_size
         metrics.TOKENS.count("not_encodable", tokens)
@@ -242,12 +246,13 @@ class OwnPagesPool(HostKVCache, HostPool):
         *,
         is_draft: bool = False,
     ) -> None:
-        """Restore whole pages: the first layer launches all layers of all queued loads."""
+        """Called for each layer in order. The first launches all queued loads, of all layers, to
+        ``device_indices`` (of all). Each waits for its own event of every restore."""
         assert self._loads is not None
         if layer_id == 0:
             self._restores = self._loads.launch(device_indices)
         for restore in self._restores:
-            # Layers come in order, on one stream. A restore launched ahead has an event for many.
+            # ``layers`` are events, on one stream. A restore launched ahead has one for many.
             if not layer_id or restore.layers[layer_id] is not restore.layers[layer_id - 1]:
                 restore.wait_for_layer(layer_id)
         if layer_id == self.target_layer_num - 1:
@@ -256,6 +261,7 @@ class OwnPagesPool(HostKVCache, HostPool):
             self._loads.count_finished()
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Addresses and sizes in bytes of the pieces of all pages, for storage without copies."""
         base, length = self.kv_buffer.data_ptr(), self.page_layout.page_bytes
         cuts = [length * piece // self.pieces_per_page for piece in range(self.pieces_per_page)]
         sizes = [end - cut for cut, end in zip(cuts, [*cuts[1:], length], strict=True)]

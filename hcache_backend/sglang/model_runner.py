@@ -29,6 +29,9 @@ def _attention(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    """Around an attention layer. A recomputation attends by its own rules; a projection only wants
+    K and V of the layer, which it gets by an exception; all other passes are SGLang's."""
+
     def engine(store: bool) -> Any:
         return original(kernel, q, k, v, forward_batch, store, *args, **kwargs)
 
@@ -46,17 +49,18 @@ def _attention(
 def _capture_forward(
     original: Original, runner: Any, forward_batch: Any, *a: Any, **kw: Any
 ) -> Any:
+    """Around a forward pass: the capture takes hidden states of the model, not of a draft model."""
     runtime, run = current(), partial(original, runner, forward_batch, *a, **kw)
     capture, order = runtime.forwards.capture, runtime.forwards.order
-    ours = runner is runtime.runner  # not that of a draft model
+    ours = runner is runtime.runner
     if ours and order is not None:
-        order.forward_begins()
+        order.forward_begins()  # restores order their collectives by it
     return capture.forward(forward_batch, run) if ours else run()
 
 
 def _before_replay(original: Original, graphs: Any, *a: Any, **kw: Any) -> Any:
-    """Around ``PrefillCudaGraphRunner.execute``: a recorded prefill reads K and V of all layers
-    without a wait for those that are being loaded. SGLang waits itself from 0.5.23 on."""
+    """Around ``PrefillCudaGraphRunner.execute``. A full recorded prefill (not one in pieces) does
+    not wait for layers that are being loaded, before 0.5.23: so wait for the last layer first."""
     if graphs._is_full_backend:
         counter = graphs.model_runner.token_to_kv_pool.layer_transfer_counter
         if counter is not None:
@@ -65,6 +69,7 @@ def _before_replay(original: Original, graphs: Any, *a: Any, **kw: Any) -> Any:
 
 
 def _around_weight_update(original: Original, updater: Any, *a: Any, **kw: Any) -> Any:
+    """Around an update in one call, or the end of one in many: L3 is off meanwhile."""
     weights = current().weights
     weights.begin_update()
     try:
@@ -74,6 +79,7 @@ def _around_weight_update(original: Original, updater: Any, *a: Any, **kw: Any) 
 
 
 def _around_weight_bucket(original: Original, updater: object, *a: Any, **kw: Any) -> Any:
+    """Around a part of an update: L3 stays off until :func:`_around_weight_update` ends it."""
     weights = current().weights
     weights.begin_update()
     try:
@@ -83,6 +89,7 @@ def _around_weight_bucket(original: Original, updater: object, *a: Any, **kw: An
 
 
 def _after_late_weights(original: Original, runner: Any, *a: Any, **kw: Any) -> Any:
+    """Weights of a model, or a draft model, have arrived after its start: fingerprint them."""
     result = original(runner, *a, **kw)
     runtime = current()
     if runtime.runner is runner:

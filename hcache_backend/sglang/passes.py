@@ -1,8 +1,5 @@
 """Forward passes without scheduler or prefix cache: through SGLang's own batch objects before
-anything is served, and recomputations.
-
-The former overwrite the KV pool, and all ranks take part in each.
-"""
+anything is served (they overwrite the KV pool, and all ranks take part), and recomputations."""
 
 from __future__ import annotations
 
@@ -38,8 +35,8 @@ def run_prompts(runner: Any, lengths: Sequence[int], before: int = 0) -> Forward
     vocabulary = runner.model_config.vocab_size
     prefix: torch.Tensor | None = None
     try:
-        for length in ([before], lengths) if before else (lengths,):
-            prompts = [prefill_request(check_tokens(vocabulary, n), prefix) for n in length]
+        for pass_lengths in ([before], lengths) if before else (lengths,):
+            prompts = [prefill_request(check_tokens(vocabulary, n), prefix) for n in pass_lengths]
             with _Stages() as stages, _without_prefill_graphs(runner):
                 forward = forward_batch(runner, prefill_batch(runner, prompts))
                 positions, token_ids = forward.positions.clone(), forward.input_ids.clone()
@@ -92,8 +89,8 @@ def prefill_and_decode(runner: Any, tokens: int, ranks: Group, *, graphs: bool) 
 
 
 def attention_modules(model: torch.nn.Module, layers: int) -> list[Observation]:
-    """The attention modules of ``model``, in order. Raises Refused unless they are ``layers``,
-    numbered one after the other. In modules of MLA the first attention object stands for all."""
+    """The attention modules of ``model``, with linear layers, in order. Raises Refused unless they
+    are ``layers``, numbered one after the other. For MLA one stands for several objects."""
     from sglang.srt.layers.linear import LinearBase
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -169,6 +166,7 @@ def forward_batch(runner: Any, batch: Any) -> Any:
 
 
 def _no_tree(runner: Any) -> SimpleNamespace:
+    """In the place of SGLang's radix tree in a batch: nothing is cached, shared or evicted."""
     return SimpleNamespace(
         page_size=page_size(runner.server_args),
         device=runner.device,
@@ -232,7 +230,7 @@ class RecomputeBatch(ForwardBatch):
 
 
 def forward_stream(runner: Any) -> Stream:
-    """SGLang's stream of forward passes: the scheduler's without overlap and pipeline stages."""
+    """SGLang's stream of forward passes; without overlap and pipeline stages the current one."""
     args = resolved(runner.server_args)
     if args.disable_overlap_schedule and args.pp_size == 1:
         return current_stream(runner.device)
@@ -270,6 +268,7 @@ def make_recomputer(
     chunk_tokens = min(chunk_tokens, bound) if (bound or -1) > 0 else chunk_tokens
 
     def forward(token_ids: torch.Tensor, positions: torch.Tensor, step: RecomputePass) -> object:
+        """Run the model on the last ``token_ids`` of the sequence in slots ``step.keys``."""
         length, tokens, device = len(step.keys), len(token_ids), token_ids.device
         lengths = np.array([length, length - tokens, tokens, 0], np.int32)
         seq_lens, prefix_lens, extend_lens, start = to_device(lengths, device).split(1)

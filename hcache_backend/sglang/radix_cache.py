@@ -23,8 +23,8 @@ _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 
 
 def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
-    """Around ``check_hicache_events``, in each turn of the scheduler: HiCache's part. Then
-    ours: propose numbers, agree by one reduction on the smallest of all ranks, and apply them."""
+    """Around ``check_hicache_events``, in each turn of the scheduler: HiCache's part. Then ours:
+    propose numbers, agree by one reduction on the smallest of all ranks, and act on them."""
     gate, l3, turn, prefetches = gate_of(cache), our_l3(cache), Turn(cache), current().prefetches
     controller = getattr(cache, "cache_controller", None)
     own_pages = controller if hasattr(controller, "node_backups") else None
@@ -54,7 +54,7 @@ def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
 
 
 def propose_turn(controller: OwnPagesController, turn: Turn) -> None:
-    """The numbers of our controller's parts."""
+    """Restore what has arrived; then our parts add to ``turn`` numbers that ranks agree on."""
     eager = controller.eager
     if eager is not None:
         eager.fronts.propose_slices(turn, eager.restore_arrived(turn.cache))
@@ -64,7 +64,7 @@ def propose_turn(controller: OwnPagesController, turn: Turn) -> None:
 
 
 def apply_turn(controller: OwnPagesController, turn: Turn) -> None:
-    """Its parts act on the numbers that the ranks have agreed on."""
+    """The controller's parts act on the numbers that the ranks have agreed on."""
     if controller.eager is not None:
         controller.eager.fronts.apply_slices()
     controller.node_backups.apply_layouts()
@@ -83,9 +83,9 @@ def around_drain(
     *a: Any,
     **kw: Any,
 ) -> Any:
-    """HiCache takes the reports that every rank has, and the answers as far as there is room in L2:
-    first they are applied to prefetches that are read from the back, last those that are over end
-    on all ranks. Of pipeline stages only the first one knows that they are there."""
+    """HiCache takes as many answers of look-ups, reports of reads, and backups as every rank has
+    (None: as this rank has): answers only if L2 has room. We apply reports of prefetches that are
+    read from the back before that, and note which prefetches are over after it."""
     gate, controller, prefetches = gate_of(cache), cache.cache_controller, current().prefetches
     cache.ongoing_prefetch = prefetches.watch(cache.ongoing_prefetch)
     with catching():
@@ -94,8 +94,7 @@ def around_drain(
     running = {report.operation: prefetches.prefetch_of(report.operation) for report in reports}
     running = {op: prefetch for op, prefetch in running.items() if prefetch.info is not None}
     if getattr(controller, "eager", None) is not None:
-        # Plugins are imported before SGLang can be.
-        from hcache_backend.sglang.reads import apply_reports
+        from hcache_backend.sglang.reads import apply_reports  # plugins come before SGLang
 
         apply_reports(reports, running, prefetches, controller.page_size)
     answers, l3 = controller.prefetch_hit_queue.queue, our_l3(cache)
@@ -118,7 +117,7 @@ def around_drain(
 
 def _fell_short(operation: Any, cache: Any) -> bool:
     """True if a page of a hybrid model's hit was damaged or gone, on any rank: SGLang has thrown
-    the hit away, and the next one ends earlier. All ranks have the same numbers."""
+    the hit away, and another, shorter one is worth a try. All ranks have the same numbers."""
     side_pools = [t for t in operation.pool_transfers or () if t.indices_from_pool is None]
     if not side_pools or operation.is_terminated() or cache.pp_size > 1:
         return False
@@ -128,7 +127,8 @@ def _fell_short(operation: Any, cache: Any) -> bool:
 
 
 def around_prefetch(original: Original, cache: Any, request: Any, *a: Any, **kw: Any) -> Any:
-    """First the gate says whether L3 is asked. Then our L3 gets the prefix and its keys."""
+    """Around ``prefetch_from_storage``, which asks L3 for a request's tokens, unless the gate is
+    against it. Our L3 learns which pages before them are used, and their keys."""
     call, may_ask = inspect.signature(original).bind(cache, request, *a, **kw), True
     arguments = call.arguments
     with catching():
@@ -160,7 +160,8 @@ def _has_front(cache: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def around_load_back(original: Original, cache: Any, params: Any, *a: Any) -> Any:
-    """A load that SGLang begins here may recompute: our controller can find the slots before it."""
+    """Around ``init_load_back``. First layers of a load can be recomputed only behind the slots of
+    the tokens before it: while SGLang begins the load, ``prefix`` finds them."""
     controller: Any = getattr(cache, "cache_controller", None)
     if not hasattr(controller, "prefix"):
         return original(cache, params, *a)
@@ -173,6 +174,7 @@ def around_load_back(original: Original, cache: Any, params: Any, *a: Any) -> An
 
 
 def after_written(original: Original, cache: Any, node_id: int, *a: Any, **kw: Any) -> Any:
+    """HiCache has queued a node for L3: our L3 notes it, to write it again if it must."""
     result = original(cache, node_id, *a, **kw)
     l3 = our_l3(cache)
     if l3 is not None:

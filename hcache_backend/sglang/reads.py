@@ -37,8 +37,8 @@ class BackAck(PrefetchAck):
 def apply_reports(
     reports: Iterable[PrefetchAck], running: Collection[Any], prefetches: Prefetches, page_size: int
 ) -> None:
-    """Apply ``reports``, the same on every rank, before the scheduler sees them. HiCache has
-    dealt with prefetches that do not run any more, by the pages that counted then."""
+    """Apply ``reports``, the same on every rank, to prefetches that are read from the back, before
+    the scheduler sees them. HiCache has dealt with those that do not run any more."""
     for report in reports:
         operation = report.operation
         meeting = prefetches.prefetch_of(operation).meeting

@@ -20,15 +20,15 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 ADAPTER_KEY = "hcache:adapter:"  # prefix of the keys of requests with an adapter, and of no others
 
 _look_up_failures: set[type[Exception]] = set()  # errors of SGLang's look-ups that were logged
-# the last results, of each: start, number, work, whether nothing was recomputed in front
+# The last prefills: SGLang's result, launch time, the gate's number, _prefill_work, alone or not.
 _prefills: deque[tuple[weakref.ref[Any], float, int, Any, bool]] = deque(maxlen=64)
 
 
 def around_received(original: Original, scheduler: Any, req: Any, *a: Any, **kw: Any) -> Any:
-    """A request comes, or SGLang tries again to prefetch for it. The governor gets its scheduler,
-    and the gate is given the request. Last, L3 is given a node that is not backed up, behind which
-    SGLang does not prefetch. A prefix that SGLang cannot look up, such as that of a streaming
-    session, would end the scheduler: its request goes on without L3."""
+    """A request comes, or SGLang tries again to prefetch for it. Note what our parts need to know
+    of it, and hold what host memory has of its prompt. Behind a node that is not backed up SGLang
+    does not ask L3, so L3 learns here of the use of its pages. A prefix that SGLang cannot look up,
+    such as that of a streaming session, would end the scheduler: the request goes on without L3."""
     prefetches = current().prefetches
     with catching():
         gate = gate_of(scheduler.tree_cache)
@@ -57,14 +57,15 @@ def around_received(original: Original, scheduler: Any, req: Any, *a: Any, **kw:
 
 
 def around_batch(original: Original, scheduler: Any, batch: Any, *a: Any, **kw: Any) -> Any:
-    """Around ``Scheduler.run_batch``: note the launch time of a prefill, and its work."""
+    """Around ``Scheduler.run_batch``: note when a prefill is launched, its work, and whether
+    nothing was recomputed in front of it: see :func:`after_batch`."""
     _note_waiting(scheduler)
     if batch.forward_mode.is_extend():
         with catching():
             waiting.count_used(batch.reqs, current().prefetches)
     gate, prefill = gate_of(scheduler.tree_cache), None
-    if gate is not None and (work := _prefill_work(batch)) is not None:
-        prefill = time.monotonic(), gate.batch_launched(*work), work
+    if gate is not None and (tokens := _prefill_work(batch)) is not None:
+        prefill = time.monotonic(), gate.batch_launched(*tokens), tokens
     result = original(scheduler, batch, *a, **kw)
     if gate is not None:
         eager = getattr(scheduler.tree_cache.cache_controller, "eager", None)
@@ -77,7 +78,8 @@ def around_batch(original: Original, scheduler: Any, batch: Any, *a: Any, **kw: 
 def after_batch(
     original: Original, scheduler: Any, batch: Any, result: Any, *a: Any, **kw: Any
 ) -> Any:
-    """Around ``Scheduler.process_batch_result``: tell the gate how long a prefill took."""
+    """Around ``Scheduler.process_batch_result``: the gate learns how long a prefill took, from its
+    launch, or from the end of the batch before."""
     done, gate = original(scheduler, batch, result, *a, **kw), gate_of(scheduler.tree_cache)
     if gate is not None:
         now = time.monotonic()
@@ -99,11 +101,12 @@ def before_release(original: Original, weight_manager: Any, *a: Any, **kw: Any) 
 
 
 def _prefill_work(batch: Any) -> tuple[int, float, int] | None:
-    """Tokens of a prefill: computed, on average before each, from L3; None: its time is shared."""
+    """Tokens of a prefill: computed ones, those before each on average, loaded ones from L3. None
+    if its time teaches nothing: with decode steps, or a load of L2."""
     if not batch.forward_mode.is_extend() or batch.forward_mode.is_mixed():
         return None
     tokens, loaded = sum(batch.extend_lens), 0
-    if batch.hicache_consumer_index >= 0:
+    if batch.hicache_consumer_index >= 0:  # it waits for a load
         loaded = sum(req.cached_tokens_storage for req in batch.reqs)
         if not loaded or any(req.cached_tokens_host for req in batch.reqs):
             return None

@@ -60,7 +60,8 @@ def keys_to(cache: Any, node: int) -> list[str]:
 
 
 def around_look_up(original: Original, controller: Any, operation: Any, *a: Any, **kw: Any) -> Any:
-    """Around ``HybridCacheController._storage_hit_query``, before its MIN over ranks."""
+    """Around ``HybridCacheController._storage_hit_query``, before its MIN over ranks. Returns the
+    keys of the pages that this rank wants to read, by the gate, and the number of their tokens."""
     gate = gate_of(controller)
     if gate is None or operation.request_id == _NO_REQUEST:
         return original(controller, operation, *a, **kw)
@@ -79,7 +80,7 @@ def around_look_up(original: Original, controller: Any, operation: Any, *a: Any,
 
 
 def around_read(original: Original, controller: Any, operation: Any) -> Any:
-    """Around ``HybridCacheController._page_transfer``: a whole prefetch."""
+    """Around ``_page_transfer``, the read of a whole prefetch: the gate learns its time."""
     gate = gate_of(controller)
     if gate is None:
         return original(controller, operation)
@@ -105,8 +106,8 @@ def around_read_batch(original: Original, controller: Any, *a: Any, **kw: Any) -
 
 
 def around_backup(original: Original, controller: Any, operation: Any) -> Any:
-    """Around ``HybridCacheController._page_backup``. A server that has lost all but L3 finds no
-    node behind a page that L3 lacks, so it is not written. L3 tells what it stores."""
+    """Around ``HybridCacheController._page_backup``. A node is not written if L3 lacks a page
+    before it: no look-up would find it. L3 publishes events of what it stores."""
     l3 = our_l3_of(controller)
     writes = not getattr(controller, "backup_skip", False)  # another rank writes the same for it
     if l3 is not None and writes and not l3.reaches(operation):
@@ -129,6 +130,7 @@ def around_stop(original: Original, controller: Any, *a: Any, **kw: Any) -> Any:
 
 
 def _let_threads_finish(gate: HitGate, controller: Any) -> None:
+    """Wait, not for ever, until every ``unfinished`` prefetch was answered or read."""
     names = ("prefetch_thread", "prefetch_io_aux_thread", "prefetch_sync_thread")
     threads = [getattr(controller, name) for name in names]
     deadline = time.monotonic() + _STOP_SECONDS

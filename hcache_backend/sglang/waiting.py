@@ -1,9 +1,7 @@
 """Requests that wait to be admitted: L3 is read for them in order, as far as host memory has room,
-and host memory keeps what it has of their prompts.
-
-SGLang does not ask L3 once prefetches may fill half of host memory. Here every request asks, and
-an answer stays in HiCache's queue until there is room. All ranks, and pipeline stages, do the same.
-"""
+and host memory keeps what it has of their prompts. SGLang does not ask L3 once prefetches may fill
+half of host memory. Here every request asks, and an answer stays in HiCache's queue until there is
+room. All ranks, and pipeline stages, do the same."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from operator import is_not
 from typing import Any
 
 from hcache_backend import metrics
-from hcache_backend.prefetch.prefetches import Held, Prefetches
+from hcache_backend.prefetch.prefetches import HeldPrompt, Prefetches
 from hcache_backend.sglang.compat import set_timeout
 
 _JUDGED = 16  # answers that a turn looks at again while they wait for room
@@ -28,8 +26,9 @@ def may_hold_prompts(cache: Any) -> bool:
 
 
 def admit_answers(cache: Any, prefetches: Prefetches, answered: int | None) -> int | None:
-    """Number of answers that HiCache may take now, of the ``answered`` first ones in its queue,
-    whose front they are moved to. HiCache reads L3 for each. None: it goes on by itself."""
+    """Number of answers of look-ups that HiCache may take, of the ``answered`` first ones, whose
+    front they are moved to; it reads L3 for each. Others wait for room in host memory, or for a
+    prefetch that brings their first page. None: HiCache goes on by itself."""
     controller = cache.cache_controller
     if answered is None or not may_hold_prompts(cache):
         return answered
@@ -99,8 +98,8 @@ def _make_room(cache: Any, tokens: int) -> bool:
 
 
 def _make_room_beside(prefetches: Prefetches, handle: Hashable, hits: int) -> bool:
-    """True if other host pools have room for the window, or the state, at the end of a hit, behind
-    ``hits`` of this turn. Each hit that is held, or being read, has one of them."""
+    """True if other host pools have room for the window, or the state, at the end of the hit
+    ``handle``, behind ``hits`` of this turn. Each hit that is held, or being read, has one."""
     cache = prefetches.scheduler.tree_cache
     host, hit = cache.cache_controller.mem_pool_host, cache.ongoing_prefetch[handle]
     pages = hit.operation.storage_hit_count // cache.page_size
@@ -146,7 +145,7 @@ def _tokens_to_read(
 
 
 def hold_new(scheduler: Any, prefetches: Prefetches, request: Any) -> None:
-    """SGLang has looked a new request up, or a waiting one again: hold its prompt."""
+    """SGLang has looked a request up, new or waiting: let host memory keep its prompt."""
     cache, rid = scheduler.tree_cache, request.rid
     known = rid in prefetches.held
     early = rid in prefetches.early if known else _bootstrapping(scheduler) is not None
@@ -154,7 +153,7 @@ def hold_new(scheduler: Any, prefetches: Prefetches, request: Any) -> None:
     if not getattr(cache, "enable_storage", False):
         return
     info = cache.ongoing_prefetch.get(request.cache_request_handle)
-    prompt = prefetches.held[rid] = Held(request, None if info is None else info.operation)
+    prompt = prefetches.held[rid] = HeldPrompt(request, None if info is None else info.operation)
     if not known:  # SGLang appends it to one of its queues
         prefetches.line.insert(len(prefetches.line) - (not early), request)
     if early:
@@ -171,21 +170,21 @@ def _bootstrapping(scheduler: Any) -> Any:
     return getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
 
 
-def _lock_prompt(cache: Any, prefetches: Prefetches, prompt: Held) -> None:
-    """Keep what host memory has of a prompt, by its last look-up."""
+def _lock_prompt(cache: Any, prefetches: Prefetches, prompt: HeldPrompt) -> None:
+    """Let L2 keep what it has of a prompt, by its last look-up, until ``prompt.unlock()``."""
     node, tokens = prompt.request.last_host_node, prompt.request.host_hit_length
     _unlock_prompt(prefetches, prompt)
     if tokens and may_hold_prompts(cache) and cache.is_backuped(node):
         params = cache.inc_host_lock_ref(node).to_dec_params()
-        prompt.let_go = partial(_unlock, cache, cache.storage_prefetch_retries, node, params)
+        prompt.unlock = partial(_unlock, cache, cache.storage_prefetch_retries, node, params)
         prompt.node, prompt.tokens = node, tokens
         prefetches.count_tokens(prompt)
 
 
-def _unlock_prompt(prefetches: Prefetches, prompt: Held) -> None:
-    if prompt.let_go is not None:
-        prompt.let_go()
-        prompt.tokens, prompt.let_go = 0, None
+def _unlock_prompt(prefetches: Prefetches, prompt: HeldPrompt) -> None:
+    if prompt.unlock is not None:
+        prompt.unlock()
+        prompt.tokens, prompt.unlock = 0, None
         prefetches.count_tokens(prompt)
 
 
@@ -195,7 +194,7 @@ def _unlock(cache: Any, tree: Any, node: Any, params: Any) -> None:
 
 
 def release_departed(prefetches: Prefetches) -> None:
-    """Before HiCache's part of a turn: what does not wait any more lets go of its prompt."""
+    """Before HiCache's part of a turn: unlock the prompts of requests that left its queues."""
     if not prefetches.held:
         return
     waiting, early = prefetches.scheduler.waiting_queue, _bootstrapping(prefetches.scheduler)
@@ -217,7 +216,7 @@ def release_departed(prefetches: Prefetches) -> None:
 
 
 def hold_fetched(cache: Any, prefetches: Prefetches) -> None:
-    """Called in every turn, behind HiCache's part: hold what prefetches have brought."""
+    """In every turn, behind HiCache's part: keep in L2 what ended prefetches have brought."""
     for operation, prefetch in prefetches.changed.items():
         prompt, meeting = prefetches.held.get(prefetch.request_id), prefetch.meeting
         if prefetch.info is not None or prompt is None or prompt.operation is not operation:
@@ -232,7 +231,7 @@ def hold_fetched(cache: Any, prefetches: Prefetches) -> None:
 
 
 def count_used(requests: Sequence[Any], prefetches: Prefetches) -> None:
-    """A prefill of these requests is about to run: count what it uses of L3."""
+    """A prefill of these requests is about to run: count the tokens from L3 that it uses."""
     for request in requests:
         prompt = prefetches.held.get(request.rid)
         if prompt is not None and prompt.read:
@@ -242,6 +241,7 @@ def count_used(requests: Sequence[Any], prefetches: Prefetches) -> None:
 
 
 def _forget_prompt(prefetches: Prefetches, rid: str) -> None:
+    """A request waits no more, or is looked up again: host memory may evict its prompt."""
     prompt = prefetches.held.pop(rid, None)
     prefetches.fetching.pop(rid, None)
     prefetches.early.pop(rid, None)

@@ -36,8 +36,7 @@ _INDEX_KEYS = (
     "SGLANG_USE_AITER",
     "AITER_ENABLE_AOT_GLUON_PA_MQA_LOGITS",
 )
-"""Variables by which SGLang turns index keys by a Hadamard matrix or does not, and writes them in
-rows or in tiles."""
+"""Variables that decide if SGLang turns index keys by a Hadamard matrix, and their layout."""
 _REASONS = ("quarantined", "not_restorable", "flush_needed", "stages")
 
 
@@ -182,7 +181,7 @@ class LoadedWeights:
         return self._reasons["quarantined"]
 
     def _suspend(self, **reasons: str | None) -> None:
-        """Suspend L3, or let it serve, by the ``reasons`` and the others that are known."""
+        """Set reasons against L3 (None: no more); it is suspended by the first that is known."""
         with self._lock:
             self._reasons |= reasons
             known = [(code, why) for code, why in self._reasons.items() if why is not None]
@@ -200,6 +199,7 @@ class LoadedWeights:
         return self._stages.gather(_stage_weights(self.runner.model))
 
     def _use_weights(self, gathered: Future[list[Weights | None]]) -> None:
+        """Combine all stages' weights; raises RuntimeError if a stage could not read its own."""
         of_stages = gathered.result()
         stages = [weights for weights in of_stages if weights is not None]
         if len(stages) < len(of_stages):
@@ -212,6 +212,7 @@ class LoadedWeights:
             )
 
     def _weights_gathered(self, gathered: Future[list[Weights | None]]) -> None:
+        """All stages have sent weights: use them, unless others will follow. Any thread."""
         with self._lock:
             self._updates_pending -= 1
             if self._updates_pending or self._update_is_open:
@@ -239,6 +240,7 @@ def _stage_weights(model: Any) -> Weights | None:
 
 
 def _digest_model(model: Any) -> list[TensorDigest]:
+    """Digests of all tensors; row-parallel weights are named, as ranks divide them by columns."""
     from sglang.srt.layers.linear import RowParallelLinear
 
     def named(name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hcache_backend.prefetch.prefetches import Held, Prefetches
+from hcache_backend.prefetch.prefetches import HeldPrompt, Prefetches
 from hcache_backend.prefetch.slices import RUNNING_LIMIT, Governor, SliceBudget
 
 SIZE = 256
@@ -127,7 +127,7 @@ def scheduler_of(
         last_batch=last,
         chunked_req=chunked,
         waiting_queue=list(waiting),
-        reading={name: Held(name) for name in reading},
+        reading={name: HeldPrompt(name) for name in reading},
     )
 
 

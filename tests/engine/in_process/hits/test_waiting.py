@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import CacheRequestHandle
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from hcache_backend.prefetch.prefetches import Held, Prefetches
+from hcache_backend.prefetch.prefetches import HeldPrompt, Prefetches
 from hcache_backend.sglang import waiting
 from hcache_backend.sglang.runtime import Runtime
 
@@ -87,7 +87,7 @@ class Cache:
         return self.prefetches.scheduler
 
     @property
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, HeldPrompt]:
         return self.prefetches.held
 
     def evict_host(self, tokens: int, pool: str = "kv") -> None:
