@@ -21,8 +21,7 @@ from .units import Cut, Places
 ROWS, KV, LATENT = "h", "kv", "l"
 """Planes of a row of hidden states, and of a page of the KV pool: K and V, or latents of MLA. One
 letter for each."""
-REFERENCE_VALUES = 1 << 20
-"""Values that are encoded or decoded at once on a CPU: a core's cache holds them."""
+REFERENCE_VALUES = 1 << 20  # encoded or decoded at once on a CPU: a core's cache holds them
 
 
 class UnsupportedRows(ValueError):
@@ -40,7 +39,8 @@ class Codec(ABC):
     """Encodes values unit by unit. Each encoded unit decodes without any other.
 
     The same values give the same bytes, on every device. A codec says which items it cannot hold:
-    these do not fit. Their bytes mean nothing: whoever stores them stores wrong KV.
+    these do not fit. Their bytes mean nothing: whoever stores them stores wrong KV. A constructor
+    raises UnsupportedRows if the codec does not take such units.
 
     Args:
         cut: The units of an item in each plane.
@@ -48,9 +48,6 @@ class Codec(ABC):
         dtype: Type of the values.
         planes: :data:`ROWS`, :data:`KV`, :data:`LATENT`, or ``k`` and ``v`` of several layers.
             Kernels take one or two planes.
-
-    Raises:
-        UnsupportedRows: The codec does not take such units.
 
     Attributes:
         name: What options and metrics call it.
@@ -99,10 +96,7 @@ class Codec(ABC):
     @abstractmethod
     def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Encode units of items, ``[p, planes, units, tokens, width]``, in plain torch on the CPU.
-
-        Returns:
-            uint8 ``[p, segment_bytes]``, and whether each item fits, bool ``[p]``.
-        """
+        Returns uint8 ``[p, segment_bytes]``, and whether each item fits, bool ``[p]``."""
 
     @abstractmethod
     def decode_units(self, encoded: torch.Tensor) -> torch.Tensor:
@@ -114,10 +108,7 @@ class Codec(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Encode ``rows`` (``[n, hidden_size]``), on their device; a ValueError for other rows.
         ``to``: memory that a kernel may encode to, at least ``[n, row_bytes]``; None: new memory.
-
-        Returns:
-            The encoded rows, uint8 ``[n, row_bytes]``, and which of them fit, bool ``[n]``.
-        """
+        Returns encoded rows, uint8 ``[n, row_bytes]``, and which of them fit, bool ``[n]``."""
         rows = rows.contiguous()
         check_tensor("rows", rows, (self.dtype,), ("n", self.hidden_size))
         if self.is_view or not rows.is_cuda:
@@ -152,18 +143,16 @@ class Codec(ABC):
         pages: torch.Tensor,
         offset: int,
     ) -> torch.Tensor:
-        """Encode pages of the KV pool; unchecked, as launches are.
+        """Encode pages of the KV pool; arguments are not checked. Returns which pages fit, bool
+        ``[p]`` on the device of ``items``.
 
         Args:
             planes: K and V, or latents: ``[slots, heads, dim]`` of one shape, contiguous, whose
                 slots are whole pages of the pool.
-            items: Which pages of the pool, int64 ``[p]``, on their device.
+            items: Which pages of the pool, int64 ``[p]``, on the device of the planes.
             memory: uint8 ``[all pages, page_bytes]``, contiguous: memory that the device can write.
-            pages: The page of each item there, int64 ``[p]``, likewise.
-            offset: Where the units of a page begin in it, a multiple of 8; V follows K.
-
-        Returns:
-            Which pages fit, bool ``[p]`` on the device of the items.
+            pages: The page of each item in ``memory``, int64 ``[p]``, on the same device.
+            offset: Where the units begin in a page of ``memory``, a multiple of 8; V follows K.
         """
         if planes[0].is_cuda:
             flags = torch.empty((len(items), self.flags), dtype=torch.bool, device=items.device)
@@ -194,17 +183,17 @@ class Codec(ABC):
         layers: Sequence[Sequence[torch.Tensor]],
         items: torch.Tensor,
     ) -> None:
-        """:meth:`decode_pages` of several layers, uint8 ``[layers, p, segment_bytes]``: on the CPU
-        together, because a call takes a quarter of a millisecond, and then 2 ns a value."""
+        """Decode uint8 ``[layers, p, segment_bytes]`` into pages ``items`` of the planes of each
+        layer. On the CPU by one call: it takes a quarter of a millisecond, and 2 ns a value."""
         if items.is_cuda:
             for rows, planes in zip(encoded, layers, strict=True):
                 self.decode_launch(rows, planes, items).run()
             return
         parts = encoded.split(self.at_once, dim=1), items.split(self.at_once)
-        for part, there in zip(*parts, strict=True):
-            units = self.decode_units(part.flatten(0, 1)).split(len(there))
-            for planes, own in zip(layers, units, strict=True):
-                self.write_units(own, planes, there)
+        for part, some in zip(*parts, strict=True):
+            units = self.decode_units(part.flatten(0, 1)).split(len(some))
+            for planes, of_layer in zip(layers, units, strict=True):
+                self.write_units(of_layer, planes, some)
 
     def encode_launch(
         self,
@@ -217,7 +206,6 @@ class Codec(ABC):
         layers: LayerTable | None = None,
     ) -> Launch:
         """Encode items by one kernel, into buffers of the caller; all tensors are contiguous.
-
         Args: as in :meth:`encode_pages`, but
             items, pages: None: all in their order; of layers ``memory`` is then ``[layers, p,
                 segment_bytes]``.
@@ -230,7 +218,7 @@ class Codec(ABC):
         arguments |= {"offset": offset, "fits": fits.view(torch.uint8)}
         arguments |= {"of_layer": parts // together, "parts": parts}
         grid = (parts,)
-        if self.planes != ROWS:  # backups run beside forward passes
+        if self.planes != ROWS:  # few programs take all parts: backups run beside forward passes
             grid = (min(parts, 2 * copy_programs(fits.device)),)
         return self._launch(self.encoder, grid, planes, items, layers, arguments)
 
@@ -256,6 +244,8 @@ class Codec(ABC):
         layers: LayerTable | None,
         arguments: dict[str, Any],
     ) -> Launch:
+        """The launch of ``program``: ``arguments``, and those that encoders and decoders share. Of
+        several ``layers``, ``items`` has one slot for each token of an item."""
         width = self.cut.width * self.dtype.itemsize // self.word.itemsize
         slots, aligned = 1, 1
         if layers is not None:
@@ -280,7 +270,7 @@ class Codec(ABC):
     def write_units(
         self, units: torch.Tensor, planes: Sequence[torch.Tensor], items: torch.Tensor
     ) -> None:
-        """Put back what :meth:`read_units` gives."""
+        """Write units, as :meth:`read_units` returns them, to pages ``items`` of the planes."""
         units = units.unflatten(2, (self.cut.groups, self.cut.pieces))
         wide = self.cut.width * self.dtype.itemsize % 8 == 0
         word = torch.int64 if wide else self.dtype  # torch moves word by word
@@ -288,9 +278,9 @@ class Codec(ABC):
             self._by_unit(plane).view(word)[items] = units[:, number].view(word)
 
     def holds(self, encoded: torch.Tensor, plain: torch.Tensor, number: int) -> bool:
-        """Whether unit ``number`` of each plane in a page stands for its values
-        (:meth:`stands_for`): uint8 ``[segment_bytes]``, and as pages that are not encoded have
-        them."""
+        """Whether unit ``number`` of each plane of a page stands for its values, as
+        :meth:`stands_for` says. ``encoded`` is the page, uint8 ``[segment_bytes]``; ``plain`` are
+        its values as codec ``none`` stores them."""
         cut = self.cut
         parts = encoded.split([cut.units * size for size in self.unit_bytes])
         unit = torch.cat([part.view(cut.units, -1)[number] for part in parts])

@@ -50,7 +50,8 @@ class Places(NamedTuple):
 
 @triton.jit
 def unit_values(first, second, table, layer, items, item, unit, AT: tl.constexpr):
-    """Where the values of a unit begin; ``unit`` counts those of all planes of the item."""
+    """Where the values of a unit begin in its plane; ``unit`` counts through all planes of the
+    item. ``items``: first slots of the items' tokens, or pages; None: item ``item`` itself."""
     plane = plane_of(first, table, layer, 0, AT.aligned)
     if AT.planes == 2:
         other = plane_of(second, table, layer, 1, AT.aligned)
@@ -71,7 +72,8 @@ def in_plane(at, AT: tl.constexpr):
 
 @triton.jit
 def unit_bytes_at(memory, pages, item, count, page_bytes, offsets, layer, offset):
-    """Where the units of an item begin; without ``pages`` they follow each other, by layer."""
+    """Where the units of an item begin in ``memory``: in its page, at the layer's offset. Without
+    ``pages`` all ``count`` items of a layer follow each other, layer by layer."""
     if pages is None:
         at = segment_of(memory, layer * count + item, page_bytes, offset, None, layer)
     else:

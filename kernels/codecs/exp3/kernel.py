@@ -8,7 +8,8 @@ from ..units import in_plane
 
 @triton.jit
 def lowest_exponents(values, AT: tl.constexpr, CODE: tl.constexpr):
-    """Of channels, int32 ``[2 * CODE.channels]``."""
+    """The lowest exponent of each channel's window, int32 ``[2 * CODE.channels]``: six below the
+    largest (of all but one of eight runs of tokens, if that is smaller by two), or seven below."""
     channels = tl.arange(0, CODE.channels)
     top = tl.arange(0, 2 * CODE.channels) * 0
     second, more = top, top
@@ -38,11 +39,8 @@ def _exponents(values, token, channels, AT: tl.constexpr):
 def encode_block(
     even, odd, start, lowest, encoded, found, whole, AT: tl.constexpr, CODE: tl.constexpr
 ):
-    """Encode exponents of pairs, the first of which has number ``start``.
-
-    Returns:
-        How many bytes and whole exponents the pool has then: ``found`` and ``whole`` before.
-    """
+    """Encode the exponents (``even``, ``odd``) of a block of pairs, the first of number ``start``.
+    Returns bytes and whole exponents in the pool after it; ``found`` and ``whole`` are before."""
     PLANE: tl.constexpr = AT.tokens * AT.width // 4
     VALUES: tl.constexpr = 2 * CODE.pairs
     lane, eights = tl.arange(0, VALUES), start // 4 + tl.arange(0, VALUES // 8)
@@ -84,7 +82,8 @@ def _least(one, other):
 
 @triton.jit
 def decode_block(encoded, block, before, whole_before, AT: tl.constexpr, CODE: tl.constexpr):
-    """The exponents of pairs of a block, whose starts are ``before`` and ``whole_before``."""
+    """Exponents of the pairs of a block. ``before`` and ``whole_before``: bytes and whole exponents
+    that earlier blocks of the unit have in the pool."""
     PLANE: tl.constexpr = AT.tokens * AT.width // 4
     VALUES: tl.constexpr = 2 * CODE.pairs
     at = block * VALUES + tl.arange(0, VALUES)

@@ -39,8 +39,7 @@ _BITS = np.array([[1], [2], [4]], np.uint8)
 SHORT = np.full(256, WHOLE, np.uint8)
 """The 4 bits of an exception, by its exponent from ``lowest - 1`` on, modulo 256."""
 SHORT[np.arange(-11, 1)], SHORT[8:11] = np.arange(12), (12, 13, 14)
-_LONG = np.array([*range(-11, 1), 8, 9, 10, 0]).astype(np.uint8)
-"""The reverse."""
+_LONG = np.array([*range(-11, 1), 8, 9, 10, 0]).astype(np.uint8)  # the reverse of SHORT
 
 
 @lru_cache
@@ -56,12 +55,8 @@ def form_of(tokens: int, width: int) -> UnitForm:
 
 
 def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encode bfloat16 ``[units, tokens, width]``.
-
-    Returns:
-        uint8 ``[units, size]``, and whether each unit fits, bool ``[units]``. The bytes of a unit
-        that does not fit mean nothing.
-    """
+    """Encode bfloat16 ``[units, tokens, width]``. Returns uint8 ``[units, size]``, and whether each
+    unit fits, bool ``[units]``: otherwise its bytes mean nothing."""
     count, tokens, width = units.shape
     form, n = form_of(tokens, width), tokens * width
     bits = units.contiguous().view(torch.int16).numpy().view(np.uint16)
@@ -82,10 +77,10 @@ def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     short = SHORT[offsets.reshape(-1)[places]]
     whole = places[short == WHOLE]
     used = np.stack([found_in_blocks(some, count, n) for some in (places, whole)], axis=1)
-    used[:, 0] = used[:, 0] + 1 >> 1
+    used[:, 0] = used[:, 0] + 1 >> 1  # [units, (bytes of 4 bits, whole), blocks]
     ends = used.cumsum(2)
     fits = torch.from_numpy(ends[:, :, -1].sum(1) <= form.most)
-    if not fits.all():  # others have no room
+    if not fits.all():  # encode those that do: the pools of the others have no room
         result[fits] = encode_units(units[fits])[0]
         return result, fits
     starts, halves = ends - used, np.zeros((count, 2 * form.most), np.uint8)
@@ -121,12 +116,10 @@ def decode_units(encoded: torch.Tensor, tokens: int, width: int) -> torch.Tensor
 
 
 def lowest_exponents(exponents: Bytes, counted: int) -> Bytes:
-    """Lowest exponent of each channel of uint8 ``[units, tokens, width]``.
-
-    The window ends with the largest exponent, or that of all runs but one, if it is smaller by two
-    or more: a token may stand out. It ends one lower if it then holds more of the counted values,
-    of at most 64 tokens. A run is an eighth of the tokens.
-    """
+    """Lowest exponent of each channel of uint8 ``[units, tokens, width]``. Its window ends with the
+    largest exponent, or that of all runs but one, if it is smaller by two or more: a token may
+    stand out. It ends one lower if it then holds more of the counted values, of at most 64 tokens.
+    A run is an eighth of the tokens."""
     count, tokens, width = exponents.shape
     runs = exponents.reshape(count * _RUNS, tokens // _RUNS, width)
     top = _folded(np.maximum, runs).reshape(count, _RUNS, width)

@@ -8,8 +8,7 @@ from .kernel import decode_kernel, encode_kernel
 from .reference import UnitForm, decode_units, encode_units, form_of
 
 _MOST_VALUES = 1 << 16
-_THREAD_PAIRS = 8
-"""Pairs of values of a thread: 16 bytes of sign and mantissa."""
+_THREAD_PAIRS = 8  # pairs of values of a thread: 16 bytes of sign and mantissa
 
 
 class Exp4(Codec):
@@ -40,6 +39,7 @@ class Exp4(Codec):
         self._take(form_of(values))
 
     def _take(self, form: UnitForm) -> None:
+        """Set the bytes of a unit, and the kernels that encode and decode units of this form."""
         units, warps = len(self.planes) * self.cut.units, max(1, form.pairs // (32 * _THREAD_PAIRS))
         self.unit_bytes = (form.size,) * len(self.planes)
         # Twice as many, so that threads of exp3 have 128 registers instead of 255.

@@ -26,6 +26,7 @@ def encode_kernel(
     AT: tl.constexpr,
     CODE: tl.constexpr,
 ):
+    """Encode units one after the other, and note in ``fits`` which of them the code can hold."""
     part = tl.program_id(0)
     while part < parts:
         _encode_unit(
@@ -53,6 +54,9 @@ def _encode_unit(
     AT: tl.constexpr,
     CODE: tl.constexpr,
 ):
+    """Encode unit ``number`` of a layer, block by block; ``fit`` gets 1 if its exceptions have
+    room, or 0. The parts of an encoded unit are in the references of exp4 and exp3 (which has
+    ``CODE.channels``). ``found`` and ``whole``: bytes so far at the two ends of the pool."""
     PAIRS: tl.constexpr = AT.tokens * AT.width
     UNITS: tl.constexpr = AT.planes * AT.groups * AT.pieces
     BLOCK: tl.constexpr = CODE.pairs
@@ -101,7 +105,6 @@ def _encode_unit(
             rank += even_out.to(tl.int32)
             tl.store(pool + rank, odd.to(tl.uint8), mask=odd_out & (rank < MOST))
             found += tl.sum(count)
-
     entry = tl.arange(0, POOL)
     unused = (entry >= found) & (entry < MOST - whole)
     tl.store(pool + entry, tl.zeros([POOL], tl.uint8), mask=unused)
@@ -110,7 +113,8 @@ def _encode_unit(
 
 @triton.jit
 def _window(values, AT: tl.constexpr, CODE: tl.constexpr):
-    """The lowest exponent of the window, and the extra one."""
+    """The lowest of the 14 exponents in a row that most of the counted values of a unit have, and
+    the extra one: the most frequent exponent of the others."""
     PAIRS: tl.constexpr = AT.tokens * AT.width
     histogram = tl.zeros([256], tl.int32)
     for start in range(0, PAIRS, CODE.counted * CODE.pairs):
@@ -144,6 +148,7 @@ def decode_kernel(
     AT: tl.constexpr,
     CODE: tl.constexpr,
 ):
+    """Decode one block of one unit: sign and mantissa, and exponents by their codes."""
     PAIRS: tl.constexpr = AT.tokens * AT.width
     BLOCK: tl.constexpr = CODE.pairs
     UNITS: tl.constexpr = AT.planes * AT.groups * AT.pieces
@@ -181,6 +186,7 @@ def decode_kernel(
 
 @triton.jit
 def _exponent(code, rank, lowest, extra, pool, inside, MOST: tl.constexpr):
+    """Exponents by code: 1 to 14 from ``lowest`` on, 15 ``extra``, 0 entry ``rank`` of the pool."""
     listed = inside & (code == 0) & (rank < MOST)
     exception = tl.load(pool + rank, mask=listed, other=0).to(tl.int32)
     exponent = tl.where(code == 15, extra, lowest + code - 1) & 0xFF

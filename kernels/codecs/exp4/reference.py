@@ -50,29 +50,27 @@ class UnitForm(NamedTuple):
 
 @lru_cache
 def form_of(values: int) -> UnitForm:
-    """The form of a unit of ``values`` values, a multiple of 16."""
+    """The form of a unit of ``values`` values, a multiple of 16: exceptions share the tail with two
+    bytes for the window and the extra exponent, and two for the start of each later block."""
     tail, blocks = max(8, values // 32 // 8 * 8), -(-values // BLOCK_VALUES)
     most = tail - 2 - 2 * (blocks - 1)
     pool = 1 << (most - 1).bit_length()
     pairs = min(BLOCK_VALUES, 1 << (values - 1).bit_length()) // 2
-    return UnitForm(values * 3 // 2 + tail, tail, 2, most, blocks, max(1, blocks // 4), pool, pairs)
+    size, starts, counted = values * 3 // 2 + tail, 2, max(1, blocks // 4)
+    return UnitForm(size, tail, starts, most, blocks, counted, pool, pairs)
 
 
 def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encode bfloat16 ``[units, n]``, ``n`` a multiple of 16.
-
-    Returns:
-        uint8 ``[units, size]``, and whether each unit fits, bool ``[units]``. The bytes of a unit
-        that does not fit mean nothing.
-    """
+    """Encode bfloat16 ``[units, n]``, ``n`` a multiple of 16. Returns uint8 ``[units, size]``, and
+    whether each unit fits, bool ``[units]``: otherwise its bytes mean nothing."""
     count, n = units.shape
     form, split = form_of(n), n * 3 // 2
     most = form.most
     bits = units.view(torch.int16).numpy().view(np.uint16)
     exponents = (bits >> 7).astype(np.uint8)
     lowest, extra = (found.numpy()[:, None] for found in _window(torch.from_numpy(exponents)))
-    codes = exponents - (lowest - 1)
-    codes *= (codes - 1 < WINDOW).view(np.uint8)  # what is below the window is far above it
+    codes = exponents - (lowest - 1)  # modulo 256, so exponents below the window are far above it
+    codes *= (codes - 1 < WINDOW).view(np.uint8)  # 0: an exception
     codes += (exponents == extra).view(np.uint8) * np.uint8(EXTRA)
 
     result = units.new_zeros((count, form.size), dtype=torch.uint8)
@@ -80,12 +78,12 @@ def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     encoded[:, :n] = sign_mantissa_of(bits)
     places = places_of(codes == 0)
     pairs = codes.view(np.uint16)
-    pairs |= pairs >> 4
+    pairs |= pairs >> 4  # two codes of 4 bits in the low byte
     encoded[:, n:split] = pairs
 
     tail = encoded[:, split:]
     tail[:, :1], tail[:, 1:2] = lowest, extra
-    found, pool = found_in_blocks(places, count, n), tail.shape[1] - most
+    found, pool = found_in_blocks(places, count, n), tail.shape[1] - most  # pool: its first byte
     starts = found.cumsum(1) - found
     tail[:, form.starts : pool] = starts[:, 1:].astype(np.uint16).view(np.uint8)
     rank = ranks_of(places, n, starts)

@@ -29,8 +29,7 @@ from .kernel import decode_kernel, encode_kernel
 from .reference import LARGEST, encode_lines
 
 _BLOCK_VALUES = 2048
-_LONGEST = 1024
-"""Values of a line of K or V: one program holds several."""
+_LONGEST = 1024  # values of a line of K or V: one program holds several lines
 _THREAD_VALUES = 16
 _KV_TYPES = (torch.bfloat16, torch.float16)
 _ROW_TYPES = (torch.float32, *_KV_TYPES)
@@ -60,7 +59,7 @@ class Int8(Codec):
         super().__init__(cut, dim, dtype, planes)
         if planes == LATENT:  # whose error nobody has measured
             raise UnsupportedRows(f"codec {self.name!r} takes no latents of MLA")
-        # Rows had a float32 scale in their last four bytes before.
+        # ".2": pages of code "int8" have rows with a float32 scale in their last four bytes.
         self.code = f"{self.name}.2" if planes == ROWS else self.name
         what, types = ("hidden states", _ROW_TYPES) if planes == ROWS else ("K and V", _KV_TYPES)
         if dtype not in types:
@@ -92,6 +91,7 @@ class Int8(Codec):
         self.decoder = Program(decode_kernel, per_item, _warps(block), {"BLOCK": block, **code})
 
     def _lines_of(self, plane: str) -> Lines:
+        """Lines of a unit of plane ``k`` (a channel each) or of another plane (a head each)."""
         cut = self.cut
         if plane == "k":
             number, length, step, stride = cut.width, cut.tokens, 1, cut.width
@@ -105,6 +105,7 @@ class Int8(Codec):
         return Lines(number, length, step, stride, span, at_once, size - scales, size, blocks)
 
     def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Encode ``[p, planes, units, tokens, width]`` to uint8 ``[p, bytes]``; which items fit."""
         parts, fits = [], []
         for plane, lines, values in zip(self.planes, self._lines, units.unbind(1), strict=True):
             in_lines, along = self._in_lines(plane, values.float())
@@ -118,6 +119,7 @@ class Int8(Codec):
         return torch.cat(parts, dim=1), torch.stack(fits).all(0)
 
     def decode_units(self, encoded: torch.Tensor) -> torch.Tensor:
+        """Decode uint8 ``[p, bytes]`` to ``[p, planes, units, tokens, width]``."""
         cut, planes = self.cut, []
         parts = encoded.split([cut.units * size for size in self.unit_bytes], dim=1)
         for plane, lines, part in zip(self.planes, self._lines, parts, strict=True):
@@ -130,11 +132,12 @@ class Int8(Codec):
         return torch.stack(planes, dim=1).unflatten(3, (cut.tokens, cut.width))
 
     def _in_lines(self, plane: str, units: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Units ``[p, units, tokens, width]`` of a plane so that its lines are along a dimension,
-        and which one."""
+        """Units ``[p, units, tokens, width]`` of a plane, and the dimension of its lines."""
         return (units, 2) if plane == "k" else (units.unflatten(3, (-1, self.dim)), 4)
 
     def _near(self, back: torch.Tensor, units: torch.Tensor) -> bool:
+        """True if each decoded value is within half a step of its line, and rounding, of its own.
+        ``back`` and ``units``: ``[p, planes, units, tokens, width]``."""
         info = torch.finfo(self.dtype)
         for number, plane in enumerate(self.planes):
             got, _ = self._in_lines(plane, back[:, number].float())

@@ -30,6 +30,7 @@ def encode_kernel(
     FIRST: tl.constexpr,  # Lines of the first plane
     SECOND: tl.constexpr,  # of the second one, or None
 ):
+    """Encode blocks of lines of all units, and note in ``fits`` which blocks int8 can hold."""
     UNITS: tl.constexpr = AT.groups * AT.pieces
     OF_FIRST: tl.constexpr = UNITS * FIRST.blocks
     OF_SECOND: tl.constexpr = 0 if SECOND is None else UNITS * SECOND.blocks
@@ -56,7 +57,7 @@ def encode_kernel(
 
 @triton.jit
 def _encode_lines(values, encoded, block, AT: tl.constexpr, LINES: tl.constexpr):
-    """Encode a block of lines of a unit; whether they fit, 0 or 1."""
+    """Encode block number ``block`` of the lines of a unit; returns 1 if all of them fit, or 0."""
     AT_ONCE: tl.constexpr = LINES.at_once
     line = block * AT_ONCE + tl.arange(0, AT_ONCE)
     bits = tl.zeros([AT_ONCE], tl.int32)
@@ -84,8 +85,8 @@ def _encode_lines(values, encoded, block, AT: tl.constexpr, LINES: tl.constexpr)
 
 @triton.jit
 def _in_unit(line, start, LINES: tl.constexpr):
-    """Which values of a unit are in lines, from a value of each on, ``[lines, span]``; and which of
-    them exist."""
+    """Numbers in the unit of the values of each ``line`` from value ``start`` on, ``[lines,
+    span]``; and a mask of those that exist."""
     along = start + tl.arange(0, LINES.span)[None, :]
     at = (line * LINES.step)[:, None] + along * LINES.stride
     return at, (line < LINES.number)[:, None] & (along < LINES.length)
@@ -104,6 +105,7 @@ def decode_kernel(
     FIRST: tl.constexpr,  # Lines of the first plane
     SECOND: tl.constexpr,  # of the second one, or None
 ):
+    """Decode one block of values of one unit of an item."""
     UNITS: tl.constexpr = AT.groups * AT.pieces
     BLOCKS: tl.constexpr = (AT.tokens * AT.width + BLOCK - 1) // BLOCK
     OF_SECOND: tl.constexpr = 0 if SECOND is None else SECOND.size
@@ -124,6 +126,7 @@ def decode_kernel(
 def _decode_lines(
     encoded, values, block, AT: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr
 ):
+    """Decode block number ``block`` of an encoded unit to its plane: code * magnitude / 127."""
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < AT.tokens * AT.width
     dtype = values.dtype.element_ty

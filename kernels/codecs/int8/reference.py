@@ -9,12 +9,9 @@ LARGEST = 127.0
 def encode_lines(
     values: torch.Tensor, along: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Encode float32 values whose lines are those ``along`` a dimension.
-
-    Returns:
-        Codes, uint8; the largest magnitude of every line, float32; and which lines fit, bool. Both
-        have one value along that dimension.
-    """
+    """Encode float32 values whose lines are along dimension number ``along``. Returns codes, uint8,
+    like ``values``; the largest magnitude of every line, float32; and which lines fit, bool. The
+    last two have one value along that dimension."""
     most = values.abs().amax(along, keepdim=True)
     usable = (most >= SMALLEST) & (most <= GREATEST)  # neither of them for a NaN
     fits = usable | (values == 0).all(along, keepdim=True)
