@@ -1,6 +1,5 @@
-"""Measures a profile on this machine: one layer of the model's shape, random weights; and the
-folders of L3, by the store's own file operations, all folders at once. Each operation is timed for
-more and more tokens until one call takes too long; a fixed part and a rate are fitted."""
+"""Measures a profile on this machine: operations of one layer of the model's shape, with random
+weights, for more and more tokens; and the folders of L3, by the store's own file operations."""
 
 from __future__ import annotations
 
@@ -56,16 +55,16 @@ class Point(NamedTuple):
 
 
 def fit(points: Sequence[Point]) -> Rate:
-    """Fixed part and rate by least squares of relative errors; neither is negative."""
+    """Fit a fixed part (at least 0) and a rate to times, by least squares of relative errors."""
     points = sorted(points, key=lambda point: point.amount)
     largest = points[-1].amount
     amounts = np.array([point.amount / largest for point in points])
-    # What took longer than something larger was disturbed.
+    # A time above that of a larger amount was disturbed: it becomes the smaller one.
     times = np.minimum.accumulate([point.seconds for point in reversed(points)])[::-1]
     system = np.stack([1 / times, amounts / times], axis=1)
     (fixed, slope), *_ = np.linalg.lstsq(system, np.ones(len(points)), rcond=None)
     if fixed < 0 or slope <= 0 or len(points) < _LEAST_POINTS:
-        # Time that does not grow, or grows faster than the amount: no fixed part.
+        # Time that does not grow, or grows faster than the amount: fit without a fixed part.
         fixed, slope = 0.0, float(np.sum(amounts / times) / np.sum((amounts / times) ** 2))
     return Rate(seconds=float(fixed), per_second=largest / float(slope))
 
@@ -73,8 +72,9 @@ def fit(points: Sequence[Point]) -> Rate:
 def cold_pages(
     tokens: int, segment: int, device: torch.device
 ) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
-    """Host pages of two segments each (bytes), and ids of pages to copy in turn, again and again,
-    so that no page is in the processor's cache."""
+    """Host memory for pages, uint8 ``[pages, 2 * segment]`` (``segment`` bytes), and an endless
+    iterator over sets of page ids, int64 on the device, each for the pages of ``tokens`` tokens.
+    Sets take turns, so that no page is in a CPU cache."""
     pages = tokens // PAGE
     sets = 1 + _COLD_BYTES // (pages * segment)
     memory = host_tensor((sets * pages, 2 * segment), torch.uint8, device).zero_()
@@ -128,8 +128,8 @@ class Bench:
         return torch.randn(shape, device=self.device, dtype=self.dtype) / shape[-1] ** 0.5
 
     def _hidden_copy(self) -> Prepare:
-        # One segment of every page, as a restore copies it.
         def prepare(tokens: int) -> tuple[float, Work]:
+            """Bytes, and the copy: one segment of every page to the device, as in a restore."""
             segment = PAGE * self.model.hidden * self.dtype.itemsize
             memory, turns = cold_pages(tokens, segment, self.device)
             target = torch.empty((tokens // PAGE, segment), dtype=torch.uint8, device=self.device)
@@ -140,6 +140,7 @@ class Bench:
 
     def _kv_load(self) -> Prepare:
         def prepare(tokens: int) -> tuple[float, Work]:
+            """Bytes, and the copy: K and V of every page from host memory to pages of a pool."""
             pages, row = tokens // PAGE, self.model.kv_width * self.dtype.itemsize
             memory, turns = cold_pages(tokens, PAGE * row, self.device)
             # The split into K, V and heads makes no difference.
@@ -157,6 +158,7 @@ class Bench:
         weight = self._rows(model.kv_width, model.hidden)
 
         def prepare(tokens: int) -> tuple[float, Work]:
+            """FLOPs, and the projection of hidden states to K and V, to slots of a pool."""
             hidden, pool = self._rows(tokens, model.hidden), self._rows(2 * tokens, model.kv_width)
             pages = torch.randperm(2 * tokens // PAGE)[: tokens // PAGE]
             slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten().to(self.device)
@@ -169,6 +171,7 @@ class Bench:
         weights = [self._rows(after, before) for before, after in self.model.dense_products]
 
         def prepare(tokens: int) -> tuple[float, Work]:
+            """FLOPs, and all matrix products of a layer's forward pass, on random rows."""
             rows = {width: self._rows(tokens, width) for width in {w.shape[1] for w in weights}}
 
             def work() -> None:
@@ -183,6 +186,7 @@ class Bench:
         model = self.model
 
         def prepare(tokens: int) -> tuple[float, Work]:
+            """FLOPs, and causal attention of all tokens: half of all pairs of tokens."""
             # Every query head has its own K and V here: no more work, only more memory.
             query, key = (self._rows(1, model.heads, tokens, model.head_dim) for _ in range(2))
             value = self._rows(1, model.heads, tokens, model.value_dim)
@@ -207,8 +211,7 @@ def measure(
     """Measure every operation of a layer; ``begin`` is called before each. Random state is
     restored: ranks must draw the same numbers."""
     points: dict[str, list[Point]] = {}
-    on_gpu = [bench.device] if bench.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=on_gpu):
+    with torch.random.fork_rng(devices=[bench.device] if bench.device.type == "cuda" else []):
         for operation in OPERATIONS:
             begin(operation)
             points[operation] = bench.points(operation)
@@ -236,10 +239,10 @@ class _TestFile(NamedTuple):
 def read_rate(
     config: HCacheConfig, model: ModelShape, seconds: float, ops: FileOps | None = None
 ) -> tuple[Rate, bool]:
-    """Write a file beside every folder's pages, then read all of them for ``seconds``. Returns the
-    rate of all together, and whether each was read past the page cache. Writing takes at most as
-    long. A read is a page of hidden states, at most 16 MiB. The nearest parent replaces a missing
-    folder. Raises OSError if a folder cannot be used or is too full."""
+    """Write a file beside every folder's pages (or in the nearest parent), for ``seconds``, then
+    read all files for ``seconds``, by pages of hidden states of at most 16 MiB. Returns the rate of
+    all files together, and True if all were read by direct I/O. Raises OSError if a folder cannot
+    be used or is too full."""
     ops = ops or best_file_ops(config)
     piece = round_up(min(PAGE * model.layers * model.hidden_bytes, 16 << 20))
     with ExitStack() as stack:
@@ -251,7 +254,7 @@ def read_rate(
 def _write_file(
     stack: ExitStack, ops: FileOps, path: Path, piece: int, seconds: float, config: HCacheConfig
 ) -> _TestFile:
-    """Write a file of up to 512 MiB, for ``seconds``; ``stack`` removes it."""
+    """Write a file of up to 512 MiB, by ``piece`` bytes, for ``seconds``; ``stack`` removes it."""
     temporary = tempfile.TemporaryDirectory(prefix=".hcache-profile-", dir=existing_part(path))
     folder = os.open(stack.enter_context(temporary), FOLDER)
     stack.callback(ops.close, folder)
@@ -277,7 +280,7 @@ def _write_file(
 
 
 def _read_files(files: Sequence[_TestFile], piece: int, threads: int, seconds: float) -> float:
-    """Bytes per second of reads from all files at once, with ``threads`` for each."""
+    """Bytes per second of reads (``piece`` bytes each) from all files, ``threads`` for each."""
     end = time.perf_counter() + seconds
 
     def work(file: _TestFile, numbers: Iterator[int]) -> int:

@@ -35,9 +35,7 @@ _DTYPES = {
 }  # fmt: skip
 
 # Families that omit the width of the MLP (4 D), and those without a gate in it.
-_FOUR_WIDE = frozenset(
-    ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt")
-)
+_FOUR_WIDE = {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt"}
 _NOT_GATED = _FOUR_WIDE | {"gpt_neox", "nemotron", "opt", "persimmon", "phi", "starcoder2"}
 
 # Layers with a state, instead of a KV cache that grows with every token.
@@ -55,13 +53,10 @@ _STATE = (
     "layers with a recurrent state instead of KV; there is no partition for them, the server "
     "stores K and V of the full-attention layers, and states, in KV mode"
 )
-_UNPLANNED = dict.fromkeys(
-    (
-        "hybrid_override_pattern", "layers_block_type", "attn_layer_period", "mamba_d_state",
-        "linear_num_value_heads", "ssm_cfg", "linear_attn_config", "layer_group_size",
-    ),
-    _STATE,
-) | {
+_UNPLANNED = dict.fromkeys((
+    "hybrid_override_pattern", "layers_block_type", "attn_layer_period", "mamba_d_state",
+    "linear_num_value_heads", "ssm_cfg", "linear_attn_config", "layer_group_size",
+), _STATE) | {
     "block_configs": "layers with other heads or none (Nemotron-NAS), which are not planned",
     "compress_ratios": "layers that keep fewer tokens (DeepSeek-V4), which are not planned",
     "global_head_dim": "layers with other heads (Gemma 4), which are not planned",
@@ -107,7 +102,8 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
 
 def shape_from_config(table: Mapping[str, Any], source: str, *, states: bool = False) -> ModelShape:
     """Shape by the fields of a ``config.json``. Raises a ConfigError with ``source`` for missing or
-    wrong ones, or a model that is no decoder-only transformer. ``states``: layers may have them."""
+    wrong ones, or a model that is no decoder-only transformer. With ``states`` some layers may keep
+    a window or state; otherwise such models are refused."""
     fields = _Fields(table, source)
     if not states:
         _require_kv_cache(fields)
@@ -142,6 +138,7 @@ class _Fields:
     """Fields of the language model, with nested tables merged."""
 
     def __init__(self, table: Mapping[str, Any], source: str) -> None:
+        """``source`` names the file in messages. Of fields in both tables the inner one counts."""
         merged: dict[str, Any] = dict(table)
         while nested := next((merged[k] for k in _NESTED if isinstance(merged.get(k), dict)), None):
             outer = {name: merged[name] for name in _OUTER if name in merged}
@@ -157,7 +154,8 @@ class _Fields:
         return self._table.get(name)
 
     def integer(self, what: str, names: tuple[str, ...], default: int | None = None) -> int:
-        """The first of ``names`` that is present, a positive integer."""
+        """The first field of ``names`` that is present, a positive integer; ``default`` if none is
+        (None: raise a ConfigError that calls it ``what``)."""
         for name in (name for name in names if self.value(name) is not None):
             value = self.value(name)
             if isinstance(value, list) and value and value.count(value[0]) == len(value):
@@ -180,6 +178,7 @@ class _Fields:
 
 
 def _require_kv_cache(fields: _Fields) -> None:
+    """Raise a ConfigError for a model of which some layers do not keep K and V of all tokens."""
     if fields.value("is_encoder_decoder") is True:
         raise fields.wrong("is_encoder_decoder", "must be false: only decoder-only KV is restored")
     for name, meaning in _UNPLANNED.items():
@@ -190,6 +189,7 @@ def _require_kv_cache(fields: _Fields) -> None:
 
 
 def _layer_types(fields: _Fields) -> list[str]:
+    """Kinds of all layers by Hugging Face's names, none if they are not listed; checked."""
     if (value := fields.value("layer_types")) is None:
         return []
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
@@ -200,7 +200,8 @@ def _layer_types(fields: _Fields) -> list[str]:
 
 
 def _sides(fields: _Fields) -> Sides | None:
-    """None: there are no such layers with a pool of their own, or their size is unknown."""
+    """Layers with a window or a recurrent state, and its bytes; None if there are none with a pool
+    of their own, or their size is unknown."""
     count = fields.integer("number of layers", _LAYERS)
     kinds = _layer_types(fields)[:count]  # Step-3.5's list has its draft layers, too
     pattern = fields.value("hybrid_layer_pattern")
@@ -217,6 +218,7 @@ def _sides(fields: _Fields) -> Sides | None:
         key_heads, key, value_heads, value, width = (
             fields.integer(name, (f"linear_{name}",)) for name in _DELTA_NET
         )
+        # Bytes of a layer: the last inputs of the convolution, 16 bits each, and a float32 matrix.
         inputs = (2 * key_heads * key + value_heads * value) * (width - 1) * 2
         return Sides("state", states, states * (4 * value_heads * key * value + inputs))
     if windows == 0 or states or not fields.architecture.startswith(_WINDOW_POOLS):
@@ -232,6 +234,7 @@ def _sides(fields: _Fields) -> Sides | None:
 
 
 def _windowed(fields: _Fields) -> bool:
+    """True if some layers attend to the last tokens only."""
     if kinds := _layer_types(fields):
         return bool(_WINDOW_LAYERS & set(kinds))
     used = fields.value("use_sliding_window") is not False
@@ -239,6 +242,7 @@ def _windowed(fields: _Fields) -> bool:
 
 
 def _latent(fields: _Fields) -> Latent | None:
+    """The widths of MLA's latent; None: the model has K and V."""
     if fields.value("kv_lora_rank") is None or fields.value("use_mla") is False:
         return None
     rank = fields.integer("width of the latent", ("kv_lora_rank",))
@@ -248,7 +252,8 @@ def _latent(fields: _Fields) -> Latent | None:
 
 
 def _index_bytes(fields: _Fields, loops: int) -> int:
-    """Of a token's index keys. Layers that take the tokens that one before chose have none."""
+    """Bytes of a token's index keys in all layers; 0 without an indexer. A layer has none if it
+    attends to the tokens that a layer before it chose (``shared``)."""
     if fields.value("index_topk") is None:
         return 0
     layers = range(loops * fields.integer("number of layers", _LAYERS))
@@ -283,6 +288,7 @@ def _kv_heads(fields: _Fields, heads: int) -> int:
 
 
 def _dtype(fields: _Fields) -> str:
+    """Name of the type in which the model is served; float16 if the config has none."""
     name = next((n for n in ("torch_dtype", "dtype") if fields.value(n) is not None), None)
     if name is None:
         return "float16"
@@ -296,9 +302,8 @@ def _weight_bytes(fields: _Fields, shape: ModelShape) -> int:
     they are quantised. All methods name their bits, or their format."""
     method = json.dumps(fields.value("quantization_config")).lower()
     named = (n for n in (4, 8) if re.search(rf'bits": {n}\b|fp{n}|in_{n}bit": true', method))
-    full = shape.model_copy(
-        update={"mlp_width": _mlp_width(fields, shape.hidden, all_experts=True)}
-    )
+    mlp_width = _mlp_width(fields, shape.hidden, all_experts=True)
+    full = shape.model_copy(update={"mlp_width": mlp_width})
     layers = shape.layers // fields.integer("loops over the layers", _LOOPS, 1)
     words = fields.integer("number of words", ("vocab_size",), 0)
     embeddings = words * shape.hidden * (1 + (fields.value("tie_word_embeddings") is False))
@@ -330,6 +335,7 @@ def _mlp_width(fields: _Fields, hidden: int, *, all_experts: bool = False) -> in
 
 
 def _is_sparse(fields: _Fields, layer: int) -> bool:
+    """True if a layer has experts in the place of one dense MLP."""
     if layer < max(fields.integer("dense layers", (name,), 0) for name in _DENSE_FIRST):
         return False
     if layer in (fields.value("mlp_only_layers") or ()):

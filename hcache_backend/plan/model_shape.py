@@ -38,8 +38,6 @@ class Sides(NamedTuple):
 
 
 class ModelShape(BaseModel):
-    """A decoder-only model."""
-
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     family: str  # model_type of its config.json
@@ -61,7 +59,6 @@ class ModelShape(BaseModel):
 
     @property
     def attention(self) -> str:
-        """``MHA``, ``GQA``, ``MQA``, ``MLA`` or ``DSA``."""
         if self.latent:
             return "DSA" if self.index_bytes else "MLA"
         if self.kv_heads == self.heads:
@@ -101,7 +98,6 @@ class ModelShape(BaseModel):
 
     @property
     def hidden_is_smaller(self) -> bool:
-        """True if hidden states take clearly less than K and V."""
         return self.hidden_bytes < CLEARLY_LESS * self.kv_bytes
 
     @property
@@ -146,8 +142,9 @@ class ModelShape(BaseModel):
 def encoded(
     shape: ModelShape, codec: PlannedCodec, dtype: str, *, tp: int = 1, page_size: int = PAGE_TOKENS
 ) -> ModelShape:
-    """``shape`` with the bytes that a server stores. Kinds that the codec does not take stay plain.
-    The model is served in ``dtype``; each of ``tp`` ranks encodes its own heads."""
+    """``shape`` with stored bytes per token and layer, in pages of ``page_size`` tokens. Hidden
+    states, K and V, or latents that ``codec`` does not take keep their bytes. The model is served
+    in ``dtype``; each of ``tp`` ranks encodes its own heads."""
     if codec == "auto":
         codec = "exp3" if dtype == "bfloat16" else "none"
     if codec == "none" or shape.packed:
@@ -161,7 +158,7 @@ def encoded(
     stored: dict[str, int] = {}
     if shape.latent:  # there are no hidden states
         [whole] = latent_layer(page_size, shape.kv_width, values.itemsize).segments
-        pieces = whole.groups * whole.pieces
+        pieces = whole.groups * whole.pieces  # units of a page, of its tokens
         cut = Cut(shape.kv_width, page_size // pieces, 1, pieces)
         with suppress(UnsupportedRows):
             latents = make_segment_codec(codec, cut, shape.kv_width, values, LATENT)
@@ -181,8 +178,9 @@ def encoded(
 
 
 def dsa_rows(shape: ModelShape, kv_cache_dtype: DSAType, device: str = "") -> ModelShape:
-    """``shape``, with rows of DSA as SGLang has them on ``device``: ``auto`` is FP8 on Blackwell.
-    FP8 has scales, and RoPE in bfloat16; but not on AMD, or Blackwell without GLM on RTX cards."""
+    """``shape``, for DSA with the bytes of a latent in SGLang's pool on ``device`` (a GPU's name).
+    ``auto``: FP8 on Blackwell, otherwise bfloat16. FP8 has a float32 scale for each 128 values, and
+    RoPE in bfloat16. On AMD and Blackwell all is FP8 without scales, but for GLM on RTX cards."""
     if not shape.latent or not shape.index_bytes:
         return shape
     rank, rope = shape.latent.rank, shape.latent.rope_dim

@@ -19,8 +19,8 @@ LENGTHS = (256, 1024, 4096, 16384)  # tokens of other restores to show
 @dataclass(frozen=True)
 class PartitionPlan:
     """Storage of each layer on a server, and the time of its restores. ``model`` has encoded bytes;
-    ``tokens`` is the restore that is solved for. ``restore`` is the server's option; its others are
-    the defaults. Layers with ``sides`` are not stored: their window or state is in each restore."""
+    ``tokens`` is the restore that is solved for. ``sides``: the layers that keep a window or a
+    state instead of pages; each restore loads these, too. None: there are no such layers."""
 
     profile: Profile
     model: ModelShape
@@ -31,7 +31,8 @@ class PartitionPlan:
 
     @cached_property
     def l3(self) -> L3Path:
-        """When a restore reads L3: during it, unless ranks exchange hidden states or latents."""
+        """When L3 is read: ``none`` (there is no L3), ``first`` (before a restore), ``overlapped``
+        (during it). Ranks that exchange hidden states or latents read it first."""
         if self.profile.l3 is None:
             return "none"
         if self.restore != "auto":
@@ -41,10 +42,11 @@ class PartitionPlan:
 
     @cached_property
     def machine(self) -> Restore:
-        """Restores from the stored layers."""
         return self._restores(self.l3)
 
     def _restores(self, l3: L3Path) -> Restore:
+        """The cost model of a server. It stores the layers outside :attr:`sides`, by the partition
+        that restores :attr:`tokens` tokens the fastest if L3 is read as ``l3`` says."""
         layers = Partition(0, 0, self.model.layers - (self.sides.layers if self.sides else 0))
         restore = Restore(self.profile, self.model, layers, self.tp, paper=True, sides=self.sides)
         stored = restore.fastest(self.tokens, l3)
@@ -57,13 +59,14 @@ class PartitionPlan:
 
     @cached_property
     def partition(self) -> Partition:
-        """Partition of a restore of :attr:`tokens`."""
         return self._restored(self.tokens)
 
     @cached_property
     def choices(self) -> dict[str, Partition]:
-        """The mix and the three pure methods; without hidden states if there are sides."""
-        layers = self.stored.layers
+        """Partitions to compare, by name: ``mix``, which a server would use, and all layers by one
+        method. Models with :attr:`sides` (layers that keep a window or state) store no ``hidden``
+        states, only K and V of the other layers. ``recompute`` runs all layers, sides too."""
+        layers = self.stored.layers  # without :attr:`sides`
         pure = {"hidden": Partition(0, layers, 0), "kv": Partition(0, 0, layers)}
         if self.sides:
             del pure["hidden"]
@@ -71,14 +74,15 @@ class PartitionPlan:
 
     @cached_property
     def plain(self) -> PartitionPlan:
-        """SGLang without us, as choice ``kv``: all pages as they are, read before they are loaded.
-        Every rank loads whole latents; L3 is counted as if it read them once."""
+        """The plan of SGLang alone, for its choice ``kv``: pages without a codec, read from L3
+        before they are loaded. Each rank loads whole latents, but L3 reads them once."""
         profile = self.profile.model_copy(update={"gathers": False})
         return replace(self, profile=profile, model=self.model.as_it_is, restore="layerwise")
 
     @property
     def finding(self) -> str:
-        """What our server gains; it computes the hits that it refuses."""
+        """A sentence: how many times as fast as SGLang's pages, and as computing, our server is. It
+        computes hits that it refuses, so their time is that of computing."""
         how, ours, computing = "", self.seconds("mix"), self.seconds("recompute")
         if self.refused:
             how, ours = " computes such L3 hits (option 'min_gain')", computing
@@ -88,12 +92,11 @@ class PartitionPlan:
         )
 
     def bytes_per_token(self, choice: str) -> int:
-        """Stored bytes of a token; for the mix a server stores every layer."""
+        """Stored bytes of a token; ``mix`` counts recomputed layers, too: a server stores them."""
         kept = self.stored if choice == "mix" else self.choices[choice]
         return kept.bytes_per_token(self.model)
 
     def seconds(self, choice: str) -> float:
-        """Predicted time of a restore by one of :attr:`choices`."""
         return self._seconds(self.choices[choice], self.tokens)
 
     @property
@@ -102,8 +105,9 @@ class PartitionPlan:
         return self.l3 == "overlapped" and not (self.sides or self.model.index_bytes)
 
     def busy(self, choice: str) -> dict[Resource, float]:
-        """Seconds that each resource works in a restore, without a recomputed front."""
+        """Seconds that each resource works in a restore of which no front is recomputed."""
         partition = self.choices[choice]
+        # "first" counts L3 apart; "overlapped" would count it in the transfers over the bus.
         costs = self.machine.costs(self.tokens, prefix=0, l3="first")
         sides = self.machine.sides_seconds("first") if partition.kv else SidesSeconds(0, 0)
         return {
@@ -122,7 +126,7 @@ class PartitionPlan:
         return self._refuses(self.tokens)
 
     def at_length(self, tokens: int) -> dict[str, Any]:
-        """A restore of another length, for JSON. The server computes hits that it refuses."""
+        """A restore of ``tokens`` tokens, for JSON; the server computes a ``refused`` hit."""
         used, refused = self._restored(tokens), self._refuses(tokens)
         milliseconds = 1e3 * self._seconds(used, tokens)
         return {"recompute_layers": used.recompute, "ms": milliseconds, "refused": refused}
@@ -206,6 +210,8 @@ class PartitionPlan:
         }
 
     def _restored(self, tokens: int) -> Partition:
+        """How a server's restore of that length gets each layer. First layers that are stored may
+        be recomputed; not if a front (first tokens) is recomputed instead."""
         if self.recomputes_front:
             return self.stored
         return self.stored.recomputing(self.machine.first_layers(tokens, prefix=0))
@@ -214,13 +220,15 @@ class PartitionPlan:
         return replace(self.machine, partition=partition).seconds(tokens, self.l3)
 
     def _unused(self, partition: Partition, tokens: int) -> float:
-        """Seconds of reading layers from L3 that are recomputed."""
+        """Seconds of L3 for stored layers that a server's own restore reads and then recomputes. 0
+        for other partitions: they read only what they load."""
         if partition != self._restored(tokens):
             return 0.0
         costs = self.machine.costs(tokens, prefix=0, l3=self.l3)
         return costs.reading(self.stored) - costs.reading(partition)
 
     def _seconds(self, partition: Partition, tokens: int) -> float:
+        """Seconds of a restore, of which a front may be recomputed if no layers are."""
         seconds = self._simulated(partition, tokens) + self._unused(partition, tokens)
         if partition.recompute or not self.recomputes_front:
             return seconds

@@ -1,6 +1,5 @@
 """The measured, or assumed, speed of a machine. An operation on one layer takes a fixed part, and
-bytes (copies) or FLOPs over a rate. So a profile also plans other models of about the measured
-size."""
+bytes (copies) or FLOPs over a rate."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ def load_profile(path: Path) -> Profile:
         raise ConfigError("; ".join(wrong)) from None
 
 
-# ---- machines by name: peak rates of data sheets, and the assumed shares that a restore reaches.
-# docs/planning.md has the reasons; `hcache profile` measures ----
+# Machines by name: peak rates, and the assumed shares that a restore reaches (docs/planning.md)
 
 COMPUTE_SHARE = 0.69
 BUS_SHARE = 0.84
@@ -109,8 +107,7 @@ class Hardware(NamedTuple):
 PRESETS: dict[str, Hardware] = {
     "a100-40g": Hardware("A100-40G SXM4", 40e9, 312e12, _PCIE4, True, _TABLE_2),
     "a30": Hardware("A30", 24e9, 165e12, _PCIE4, False, _TABLE_2),
-    # Table 2 has 330T: the rate with FP16 accumulation, which bf16 does not have and PyTorch does
-    # not use by default. With FP32 accumulation it is half.
+    # Table 2 has 330T, with FP16 accumulation. With FP32, as PyTorch and all of bf16, it is half.
     "rtx4090": Hardware("RTX 4090", 24e9, 165.2e12, _PCIE4, False, _DATA_SHEET),
     "l20": Hardware("L20", 48e9, 120e12, _PCIE4, False, _TABLE_2),
     "h800": Hardware("H800", 80e9, 990e12, _PCIE5, True, _TABLE_2),

@@ -41,7 +41,7 @@ def record_name(key: bytes) -> str:
 
 
 def find_record(folders: Iterable[Path], name: str) -> PartitionRecord | None:
-    """The first readable record of that name."""
+    """The first readable record of that name; None: no folder has one."""
     for folder in folders:
         with contextlib.suppress(OSError, ValidationError):
             return PartitionRecord.model_validate_json((folder / name).read_bytes())
@@ -49,7 +49,6 @@ def find_record(folders: Iterable[Path], name: str) -> PartitionRecord | None:
 
 
 def records(folder: Path) -> Iterator[PartitionRecord]:
-    """All readable records of a store folder."""
     for path in sorted(folder.glob("partition-*.json")):
         if (record := find_record([folder], path.name)) is not None:
             yield record

@@ -1,6 +1,5 @@
-"""The cost model of a restore, for the planner, the start-up, the hit gate and every load (paper
-sections 3.2, 4.1): partitions, the time of one layer by each method, the pipeline's simulation, and
-the search for the fastest partition."""
+"""The cost model of a restore (paper sections 3.2, 4.1): partitions, the time of one layer by each
+method, the pipeline's simulation, and the search for the fastest partition."""
 
 from __future__ import annotations
 
@@ -15,9 +14,7 @@ if TYPE_CHECKING:  # the programs of bench/gpu have no pydantic
     from hcache_backend.plan.model_shape import ModelShape, Sides
     from hcache_backend.plan.profile import Profile
 
-RUN_AHEAD = 3
-"""Segments of the longest restore that the ring holds: one is projected, one has arrived, and one
-is arriving. A shorter restore runs further ahead in the same memory."""
+RUN_AHEAD = 3  # segments of a long restore in the ring: one is projected, one waits, one arrives
 FIRST_PIECES = 4  # pieces that the first layer of a restore comes in at most
 FIRST_PIECE_TOKENS = 1024  # least tokens of a piece: a projection of fewer is not worth its launch
 CHUNK_TOKENS = 8192  # of a server's projections: bounds the device memory of a restore
@@ -29,7 +26,6 @@ LEAST_PART = 1 / 8  # least share of a hit that is read during recomputation; be
 
 LayerMethod = Literal["recompute", "hidden", "kv"]
 LAYER_METHODS: tuple[LayerMethod, ...] = get_args(LayerMethod)
-
 _FASTER = 1 - 1e-9  # quotients closer to 1 are the rounding of sums
 
 
@@ -57,7 +53,7 @@ class Partition:
         return "hidden" if layer < self.recompute + self.hidden else "kv"
 
     def bytes_per_token(self, model: ModelShape) -> int:
-        """Stored bytes of a token."""
+        """Stored bytes of a token in all layers; latents (as ``kv``) come with index keys."""
         index = model.index_bytes if self.kv else 0
         return self.hidden * model.hidden_bytes + self.kv * model.kv_bytes + index
 
@@ -68,7 +64,7 @@ class Partition:
 
 
 def describe(partition: Partition, latent: object = None) -> str:
-    """The methods in words, in the order of the layers."""
+    """The methods in words, in the order of the layers; a true ``latent`` stands for MLA."""
     words = "recomputed", "from hidden states", f"loaded as {'latents' if latent else 'KV'}"
     parts = zip((partition.recompute, partition.hidden, partition.kv), words, strict=True)
     return ", ".join(f"{n} layer{'s' if n > 1 else ''} {word}" for n, word in parts if n)
@@ -96,19 +92,16 @@ class LayerCosts(NamedTuple):
         return (layers - 1) * self.c_tok + self.c_tok_last
 
     def reading(self, partition: Partition) -> float:
-        """Seconds of L3 before the restore begins."""
         return self.l3_h * partition.hidden + self.l3_kv * partition.kv
 
     def transfer(self, partition: Partition) -> float:
         return self.io_h * partition.hidden + self.io_kv * partition.kv
 
     def compute(self, partition: Partition) -> float:
-        """Seconds of recomputation and projections."""
         return self.recomputation(partition.recompute) + self.c_h * partition.hidden
 
     def least(self, partition: Partition) -> float:
-        """Lower bound: seconds of the slower stream. It is the paper's objective (section 4.1.2),
-        which leaves out filling the pipeline."""
+        """Lower bound: seconds of the slower stream (the paper's objective, section 4.1.2)."""
         return self.reading(partition) + max(self.compute(partition), self.transfer(partition))
 
 
@@ -122,35 +115,33 @@ def simulate(
     chunks: int = 1,
     pieces: int = 1,
 ) -> float:
-    """Seconds of a restore; each stream works through the layers in order.
+    """Seconds of a restore on two streams, of transfers and of compute, each in layer order.
 
     Args:
-        ring: Segments with room on the device; None: all. A transfer waits until the segment
-            ``ring`` before it was used: by its projection, or for KV by its own transfer.
+        ring: Segments that the device has memory for; None: all. A transfer waits until the segment
+            ``ring`` before it leaves that memory: by its projection, or for KV by its transfer.
         chunks: Segments of one layer; long restores arrive and are projected in parts.
         pieces: Parts of the first layer, if no layer is recomputed before it.
     """
-    if partition.recompute:
-        pieces = 1
-    transfer = compute = costs.reading(partition)
+    transfer = compute = costs.reading(partition)  # when each stream has done its work so far
     compute += costs.recomputation(partition.recompute)
     io_h, io_kv, c_h = costs.io_h / chunks, costs.io_kv / chunks, costs.c_h / chunks
     hidden, segments = partition.hidden * chunks, (partition.hidden + partition.kv) * chunks
     room = segments if ring is None else ring
-    parts = -(-pieces // chunks)
-    used: list[float] = []
+    parts = 1 if partition.recompute else -(-pieces // chunks)  # of the first segment
+    left: list[float] = []  # when each segment leaves the ring
     for index in range(segments):
-        start = transfer if index < room else max(transfer, used[index - room])
+        start = transfer if index < room else max(transfer, left[index - room])
         if index < hidden:
             transfer = start + io_h
             start = max(compute, transfer - io_h * (1 - 1 / parts))
             # Pieces go one after the other, at the pace of the slower stream.
             compute = max(start + c_h, transfer + c_h / parts)
-            parts = 1
-            used.append(compute)
+            parts = 1  # other segments are projected whole
+            left.append(compute)
         else:
             transfer = start + io_kv
-            used.append(transfer)
+            left.append(transfer)
     return max(compute, transfer)
 
 
@@ -161,8 +152,8 @@ def search(
     methods: Collection[LayerMethod] = LAYER_METHODS,
     allowed: Callable[[Partition], bool] = lambda partition: True,
 ) -> Partition:
-    """The best ``allowed`` partition of ``layers`` layers by ``methods``. Ties go to the least
-    recomputation, then to the most hidden states."""
+    """The ``allowed`` partition of ``layers`` layers by ``methods`` with the least ``objective``
+    (seconds). Ties go to the least recomputation, then to the most hidden states."""
     usable = set(methods)
     partitions = (
         Partition(recompute, hidden, layers - recompute - hidden)
@@ -184,7 +175,7 @@ def recompute_layers(
 
 
 def _fastest(costs: LayerCosts, partitions: Iterable[Partition], objective: Objective) -> Partition:
-    """The first of the fastest. The objective is not asked if the lower bound is too slow."""
+    """The first of the fastest; no simulation if the lower bound shows a partition is slower."""
     best, limit = None, math.inf
     for partition in partitions:
         if costs.least(partition) < limit:
@@ -196,8 +187,8 @@ def _fastest(costs: LayerCosts, partitions: Iterable[Partition], objective: Obje
 
 
 def side_by_side(one: float, other: float, share: float = 1.0) -> float:
-    """Seconds of two workers together, who need ``one`` and ``other`` (or infinity) alone. The
-    other one can do at most ``share`` of the work."""
+    """Seconds of work that two do together. Alone they take ``one`` or ``other`` (infinity:
+    impossible), and the other one does at most ``share`` of it."""
     if not share or math.inf in (one, other):
         return min(one, other) if share == 1.0 else one
     return max(one * other / (one + other), one * (1 - share)) if one else 0.0
@@ -205,7 +196,8 @@ def side_by_side(one: float, other: float, share: float = 1.0) -> float:
 
 def completion_seconds(reading: float, recomputing: float, share: float = 1.0) -> float:
     """Seconds to have a hit whose back is read while its front, at most ``share``, is
-    recomputed. ``reading`` and ``recomputing`` are seconds for all of it (infinity: impossible)."""
+    recomputed. ``reading`` and ``recomputing`` are seconds for all of it (infinity: impossible). If
+    less than :data:`LEAST_PART` would be read, all of it is read and nothing is recomputed."""
     worth_it = side_by_side(reading, recomputing) > LEAST_PART * reading
     return side_by_side(reading, recomputing, share) if worth_it else reading
 
@@ -235,7 +227,7 @@ class Restore:
 
     @property
     def methods(self) -> tuple[LayerMethod, ...]:
-        """Method of each layer; KV if its recomputation is not possible."""
+        """Method of each layer; ``kv`` if the partition recomputes a layer that cannot be."""
         methods = [self.partition.method(layer) for layer in range(self.partition.layers)]
         for layer in range(self.recomputable, self.partition.recompute):
             methods[layer] = "kv"
@@ -251,11 +243,9 @@ class Restore:
     def describe(self) -> str:
         return describe(Partition(*(len(self.layers(method)) for method in LAYER_METHODS)))
 
-    # ---- estimates; without a profile only `recompute` and `first_layers` have an answer ----
-
     def costs(self, tokens: int, prefix: float = 0, l3: L3Path = "none") -> LayerCosts:
         """Costs of one layer of ``tokens`` tokens; ``prefix`` tokens before them are on the device.
-        Each rank has a device and a bus of the profile's; the ranks share L3, if there is one."""
+        Needs a profile, of one rank's device and bus; all ranks share its L3, if there is one."""
         assert self.profile is not None and self.shape is not None
         profile, model, ranks = self.profile, self.shape, self.ranks
         # A rank holds its share of the KV heads, at least one; it projects whole latents.
@@ -314,8 +304,7 @@ class Restore:
 
     def read(self, tokens: int, prefix: float) -> float:
         """Seconds to read ``tokens`` tokens from our store."""
-        assert self.profile is not None and self.shape is not None
-        assert self.profile.l3 is not None
+        assert self.profile is not None and self.profile.l3 is not None and self.shape is not None
         return self.profile.l3.time(tokens * self.partition.bytes_per_token(self.shape))
 
     def load(self, tokens: int, prefix: float) -> float:
@@ -323,8 +312,9 @@ class Restore:
         return self.seconds(tokens)
 
     def first_layers(self, tokens: int, prefix: int, slowdown: float = 1.0) -> int:
-        """Number of first layers that a restore from host memory recomputes. ``slowdown``:
-        recomputation relative to the profile; at infinity only layers that are not stored."""
+        """Number of first layers that a restore from host memory recomputes. ``slowdown``: seconds
+        of recomputation relative to the profile. At infinity, with several ranks or without a
+        profile, only layers that are not stored."""
         least = min(self.partition.recompute, self.recomputable)
         if not self.recomputable or self.profile is None or self.shape is None or not tokens:
             return least
@@ -351,7 +341,8 @@ class Restore:
         return search(costs, layers, self.pipeline(tokens), methods or stored, allowed)
 
     def pipeline(self, tokens: int) -> Objective:
-        """The simulation of ``tokens`` tokens with the memory that the device has for them."""
+        """:func:`simulate` for a restore of ``tokens`` tokens: with room on the device for some
+        segments, and layers in chunks and pieces; in the paper room for all, and whole layers."""
         if self.paper:
             return simulate
         pieces = min(FIRST_PIECES, tokens // FIRST_PIECE_TOKENS) if self.ranks == 1 else 1

@@ -12,14 +12,12 @@ from hcache_backend.plan.profile import OPERATIONS, START_SECONDS
 # Bytes: of weights, assumed, a third of what an H100 reads; 100 GB in a minute.
 DIGESTED_PER_SECOND, PINNED_PER_SECOND = 1e12, 1.7e9
 _PASS = 0.5e-3  # seconds of a layer in an eager pass of a few tokens, assumed
-# Passes of the model: for recomputation the observed pass, 5 of its own and 3 of ours; 6 more for
-# capture.
+# Passes of the model: for recomputation the observed one, 5 of its own, 3 of ours; 6 for capture.
 _KV_PASSES, _HIDDEN_PASSES = 9, 6
 # Measured on a processor: a layer's page through the codec's reference; cold compilations.
 _REFERENCE = 9e-3
 _COMPILED = {"plain": 0.7, "exp4": 2.6, "exp3": 6.2, "hidden": 8.0}
-# SGLang gives host memory at most twice the bytes of the KV pool, which is beside the weights in
-# about nine tenths of a card.
+# SGLang: host memory is at most twice the KV pool; weights and KV pool take nine tenths of a card.
 _HOST_SHARE, _CARD_SHARE = 2, 0.9
 
 
@@ -36,7 +34,7 @@ def start_steps(plan: PartitionPlan, served: Model, memory: float | None) -> lis
     of host memory are pinned."""
     model, stored, each, once = plan.model, plan.stored, "every start", "first on a store"
     exchanged = model.latent is not None and plan.tp > 1
-    # Such ranks recompute nothing, and neither do models with an indexer.
+    # Ranks that exchange latents recompute nothing, and neither do models with an indexer.
     recomputing = _KV_PASSES + _HIDDEN_PASSES * bool(stored.hidden)
     passes = 1 if exchanged or model.index_bytes else recomputing
     encoded = model != model.as_it_is
