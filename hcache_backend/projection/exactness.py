@@ -24,23 +24,21 @@ TOLERANCE = {
     torch.float8_e4m3fn: 8e-2,
     torch.float8_e5m2: 1.6e-1,
 }
-"""Largest relative difference (root mean square over one head) that rounding can explain. Both
-sides round by about half a unit in the last place; a factor of five or more is left. A wrong
-projection (another RoPE, a missing norm) is off by a tenth or more."""
+"""Largest relative difference (root mean square over one head) that rounding explains, five times
+or more. A wrong projection (another RoPE, a missing norm) is off by a tenth or more."""
 
 CODEC_TOLERANCE = {"none": 0.0, "exp3": 0.0, "exp4": 0.0, "int8": 2e-2}
-"""Added by a codec: twice the largest difference seen in random models of nine architectures (int8
-0.8%; ``bench/codecs.py``). The same for encoded K and V. int8 loses more if rows, or K and V, have
-large outliers, and is refused to such models."""
+"""Added by a codec, of hidden states or of K and V: twice the largest difference seen in random
+models of nine architectures (int8 0.8%; ``bench/codecs.py``). int8 loses more with large outliers,
+and is refused to such models."""
+
+_LARGEST = 32  # largest difference, over the root mean square of all
 
 
 def tolerance(dtype: torch.dtype, codec: str = "none") -> float:
     """The bound for K and V kept as ``dtype``, from hidden states kept by ``codec``. Raises
     KeyError if the type or the codec was not measured."""
     return TOLERANCE[dtype] + CODEC_TOLERANCE[codec]
-
-
-_LARGEST = 32  # largest difference, over the root mean square of all
 
 
 class Bound(NamedTuple):
@@ -68,7 +66,7 @@ class Bound(NamedTuple):
     @classmethod
     def of_kernel(cls, dtype: torch.dtype) -> Bound:
         """For K and V of two kernels of attention: each is as far off as a pass, and rounds the
-        weights of attention in its own way, so that single values say nothing."""
+        weights of attention in its own way, so that single values are no evidence."""
         return cls(2 * cls.of_pass(dtype).rms, math.inf)
 
 
@@ -153,7 +151,7 @@ def _exactness(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> E
     """Compare K or V, ``[n, heads, dim]``; units of the last place are those of ``dtype``."""
     rms = relative_difference(got, wanted)
     got, wanted = got.double(), wanted.double()
-    typical = wanted.square().mean(-1, keepdim=True).sqrt()
+    typical = wanted.square().mean(-1, keepdim=True).sqrt()  # smaller values count in its units
     size = torch.maximum(torch.maximum(got.abs(), wanted.abs()), typical)
     _, exponent = torch.frexp(size.clamp_min(torch.finfo(dtype).tiny))
     unit = torch.ldexp(torch.full_like(size, torch.finfo(dtype).eps), exponent - 1)

@@ -39,10 +39,9 @@ def index_keys_of(kvcache: object, layer: int) -> torch.Tensor | None:
 
 
 class PagedPool:
-    """Reads and writes K and V of slots in an ``MHATokenToKVPool``, with the scales of a layer.
-    Reads the parts of latents without and with RoPE in the places of K and V in an
-    ``MLATokenToKVPool`` (``latent``). ``kernel`` is SGLang's attention object of the layer;
-    ``dtype`` is the stored type."""
+    """Reads and writes K and V of slots in an ``MHATokenToKVPool``, with the scales of a layer;
+    reads latents in an ``MLATokenToKVPool`` (``latent``). ``kernel`` is SGLang's attention object
+    of the layer; ``dtype`` is the stored type."""
 
     def __init__(self, kvcache: Any) -> None:
         self._kvcache = kvcache
@@ -64,7 +63,8 @@ class PagedPool:
         self._kvcache.set_kv_buffer(kernel, slots, k, v, kernel.k_scale, kernel.v_scale)
 
     def fetch(self, kernel: Any, slots: torch.Tensor, dtype: torch.dtype) -> KV:
-        """K and V in ``slots``, ``[n, kv_heads, head_dim]`` each, in the model's type ``dtype``."""
+        """K and V in ``slots``, ``[n, kv_heads, head_dim]`` each, in the model's type ``dtype``; of
+        MLA the parts of the latents without and with RoPE. ``kernel``: the layer's attention."""
         index = kernel.layer_id - self._kvcache.start_layer
         if self.latent:
             rows = self._kvcache.kv_buffer[index][slots].view(self.dtype).to(dtype)

@@ -5,9 +5,8 @@ which nothing is done to, shows its columns in their output. K is looked for in 
 under every norm and RoPE that the attention module could hold, then under every rounding of
 kernels. The best guess must prove itself by numbers, on all evidence.
 
-The module is asked about more than the self-check's tokens show: large positions (a RoPE that is no
-plain look-up), loud hidden states (clamps, saturation), quiet ones (biases, epsilons). Other batch
-sizes show other orders of sums: a spec may be as far off as these explain, and no further."""
+Evidence has large positions (a RoPE that is no plain look-up), loud hidden states (clamps), quiet
+ones (biases, epsilons), and other batch sizes, whose differences a spec may have, too."""
 
 from __future__ import annotations
 
@@ -55,21 +54,21 @@ class Evidence:
 def gather_evidence(
     layer: AttentionLayer, hidden: torch.Tensor, positions: torch.Tensor, position_limit: int
 ) -> Evidence:
-    """Ask the attention module; always the same number of calls, on every rank. ``hidden`` (``[n,
-    hidden]``) and ``positions`` are the observed ones. The model serves positions below
-    ``position_limit``. Raises ProjectionFailed if the module gave no K and V."""
+    """Call the attention module on what a layer observed, ``hidden`` (``[n, hidden]``) and
+    ``positions``, and on variations; every rank makes the same number of calls. The model serves
+    positions below ``position_limit``. Raises ProjectionFailed if the module gave no K and V."""
 
-    def ask(purpose: str, rows: torch.Tensor, row_positions: torch.Tensor) -> Sample:
+    def sample(purpose: str, rows: torch.Tensor, row_positions: torch.Tensor) -> Sample:
         k, v = project_with_module(layer, rows, row_positions)
         return Sample(purpose, rows, row_positions, k, v)
 
     n = len(hidden)
-    observed = ask("the observed tokens", hidden, positions)
-    # The module may not be asked beyond the RoPE tables in sight.
+    observed = sample("the observed tokens", hidden, positions)
+    # Positions beyond the end of a RoPE table that the module has would be errors.
     tables = (getattr(module, projector.COS_SIN, None) for module in layer.module.modules())
     lengths = (len(table) for table in tables if isinstance(table, torch.Tensor))
     far_positions = _positions_below(min([position_limit, *lengths]))
-    far = ask(
+    far = sample(
         "the observed tokens at other positions",
         hidden.repeat(1 + len(far_positions), 1),
         torch.cat([positions, far_positions.repeat_interleave(n).to(positions.device)]),
@@ -79,9 +78,9 @@ def gather_evidence(
     room = float(torch.finfo(hidden.dtype).max) / 16 / max(float(hidden.abs().amax()), 1e-30)
     loud = hidden * min(_LOUD / largest, room) if largest else hidden
     quiet = hidden * (_QUIET / largest) if largest else hidden
-    samples = [observed, far, ask("loud hidden states", loud, positions)]
-    samples.append(ask("quiet hidden states", quiet, positions))
-    again = [(far.k[:n], far.v[:n])]
+    samples = [observed, far, sample("loud hidden states", loud, positions)]
+    samples.append(sample("quiet hidden states", quiet, positions))
+    again = [(far.k[:n], far.v[:n])]  # K and V of the observed tokens at other batch sizes
     for size in _BATCH_SIZES:
         batches = zip(hidden.split(size), positions.split(size), strict=True)
         k, v = zip(*(project_with_module(layer, *rows) for rows in batches), strict=True)
@@ -108,7 +107,8 @@ def dependence_problem(layer: AttentionLayer, evidence: Evidence) -> str | None:
 
 @torch.no_grad()
 def _difference(spec: LayerSpec, samples: list[Sample]) -> tuple[float, str]:
-    """The worst relative difference between a spec's K and V and the module's, and of what."""
+    """The worst relative difference of a spec's K and V to the module's (infinity if it raises),
+    and what differs: K or V of which sample."""
     differences: list[tuple[float, str]] = []
     n = len(samples[0].hidden)  # the observed tokens: compared together at all their positions
     for sample in samples:
@@ -138,7 +138,7 @@ def _allowed(dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def spec_exactness(spec: LayerSpec, samples: list[Sample]) -> KVExactness:
-    """Exactness of a spec's K and V against the module's, of all samples together."""
+    """Exactness of a spec's K and V against the attention module's, of all samples together."""
     made = (spec.compute(sample.hidden, sample.positions) for sample in samples)
     pairs = zip(made, samples, strict=True)
     return exactness.combined(kv_exactness(kv, (one.k, one.v), one.k.dtype) for kv, one in pairs)
@@ -194,8 +194,8 @@ class _Fed(NamedTuple):
 
 @torch.no_grad()
 def find_spec(layer: AttentionLayer, evidence: Evidence) -> LayerSpec:
-    """The spec of a layer, proven on ``evidence``. Calls the attention module once more, watched.
-    Raises NoSpec if nothing that was tried gives the module's K and V."""
+    """The spec of a layer, proven on ``evidence``. Calls the attention module once more, with hooks
+    on its inner modules. Raises NoSpec if no candidate makes K and V as the module does."""
     observed = evidence.samples[0]
     head_dim = observed.k.shape[-1]
     if observed.v.shape != observed.k.shape:
@@ -227,11 +227,12 @@ def find_spec(layer: AttentionLayer, evidence: Evidence) -> LayerSpec:
 
 
 def _fed_modules(layer: AttentionLayer, observed: Sample, head_dim: int) -> list[_Fed]:
-    """The modules inside the attention module that receive the hidden states, and their outputs."""
+    """The inner modules that receive the observed hidden states and return heads, with outputs."""
     fed: dict[int, _Fed] = {}
     outputs = []  # kept, so that no two of them get the same memory
 
     def on_output(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
+        """Keep a copy of an output if the hidden states went in and whole heads came out."""
         received = args[0] if args else next(iter(kwargs.values()), None)
         output = projector.linear_output(result)
         if (
@@ -264,8 +265,8 @@ def _columns(
     norm: NormModule | None = None,
     rotary: RotaryTable | None = None,
 ) -> Columns | None:
-    """Columns of the heads of ``wanted``, K or V of the observed tokens, if ``norm`` and ``rotary``
-    make each out of a block."""
+    """Columns of the module's output from which ``norm`` and ``rotary`` make the heads of
+    ``wanted`` (K or V of the observed tokens, ``[n, heads, dim]``); None if one is not there."""
     key_norm = None if norm is None else norm.key_norm()
     key_rotary = None if rotary is None else rotary.rotary()
     # A norm over all heads divides each token by a number that depends on where all of K stands:
@@ -284,7 +285,7 @@ def _columns(
 def _finish(
     blocks: torch.Tensor, head: int, norm: KeyNorm | None, rotary: Rotary | None, observed: Sample
 ) -> torch.Tensor:
-    """Every block as if it were head number ``head`` of K, or of V without norm and RoPE."""
+    """Norm (over all heads: only its weight) and RoPE of each block as if it were head ``head``."""
     dim = blocks.shape[-1]
     if norm is not None:
         weight, bias = (
@@ -299,7 +300,8 @@ def _finish(
 
 
 def _match(blocks: torch.Tensor, head: torch.Tensor, scale_free: bool) -> int | None:
-    """Number of the block in ``[n, blocks, dim]`` that is the head ``[n, dim]``, or None."""
+    """Number of the block ``[n, dim]`` that is ``head`` (of each token times a factor, if
+    ``scale_free``); None: there is no such block. ``blocks`` are ``[n, blocks, dim]``."""
     allowed = _allowed(head.dtype)
     blocks, head = blocks.float(), head.float()
     if scale_free:
@@ -354,7 +356,7 @@ def _with_best_rounding(spec: LayerSpec, sample: Sample) -> LayerSpec:
 
 
 def _fused(spec: LayerSpec) -> LayerSpec | None:
-    """``spec`` for the kernels, or None if they want another weight (see :class:`LayerSpec`)."""
+    """``spec`` for the kernels, or None if K and V are not rows of one float weight, in order."""
     linear, start = spec.k.linear, spec.k.starts[0]
     weight = getattr(linear, "weight", None)
     if (

@@ -112,8 +112,7 @@ class CollectiveOrder:
         self._restores: list[Event] = []
 
     def forward_begins(self) -> None:
-        """Call before a forward pass is launched: the current stream waits for launched
-        restores."""
+        """Call before a forward pass is launched: its stream waits for launched restores."""
         self._forward = current_stream(self._device)
         launched_restores, self._restores = self._restores, []
         for event in launched_restores:

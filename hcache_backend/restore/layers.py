@@ -51,9 +51,7 @@ class Recompute(NamedTuple):
     stream: Stream
 
 
-# Copies of K and V of a restore: a forward pass waits for a group, not for all. Index keys of a
-# group have a launch more.
-MOST_LAUNCHES = 4
+MOST_LAUNCHES = 4  # of K and V of a restore: a forward pass waits for a group, not for all
 MOST_EXCHANGES = 8  # of latents in a restore: each has launches and waits of its own
 
 
@@ -93,11 +91,11 @@ def parts_of(
     launches: int,
 ) -> Iterator[Part]:
     """The parts of a restore, in the order in which they are copied. ``layers`` are the loaded ones
-    by number, ascending. Hidden states have at most ``chunk_pages`` a part; the first layer has
-    ``pieces``, if it has enough tokens. K and V have at most ``launches`` parts, or one for each
-    group of layers."""
+    by number, ascending. Hidden states have at most ``chunk_pages`` pages a part; those of the
+    first layer come in ``pieces`` parts, if it has enough tokens. K and V have at most ``launches``
+    copies, each of a group of layers in all pages."""
     pages, first = len(indices.page_ids), next(iter(layers), 0)
-    size = len(indices.rows.slots) // max(1, pages)
+    size = len(indices.rows.slots) // max(1, pages)  # tokens of a page
     for group in groups_of(layers, launches):
         layer = layers[group.start]
         step = chunk_pages if layer.arrives else max(1, pages)
@@ -113,7 +111,8 @@ def parts_of(
 
 
 def groups_of(layers: Mapping[int, RestoredLayer], launches: int) -> Iterator[range]:
-    """Layers that are copied together, by at most ``launches`` or exchanges; others alone."""
+    """Groups of layers that are copied together: neighbours with the same ``copy``, by at most
+    ``launches`` or :data:`MOST_EXCHANGES`. Layers without ``copy`` (hidden states) are alone."""
     for _, group in groupby(layers, lambda number: layers[number].copy or number):
         numbers = list(group)
         first = layers[numbers[0]]

@@ -105,13 +105,12 @@ class RestorePipeline:
         room_for = self._ring.begin(max(1, min(len(pages), self._chunk_pages)) * self._largest_part)
         copy = partial(self._copy_part, restore, bring)
         if not any(self._layers[layer].arrives for layer in loaded):
-            room_for = len(parts)  # K and V need no room
+            room_for = len(parts)  # K and V go to the pool, so all copies are launched at once
         arrived = deque(copy(parts.popleft()) for _ in range(min(room_for, len(parts))))
         if recompute is not None:
             done = self._recompute(restore, recompute, behind, self._written)
-            # Recomputation has the device first. Hidden states that are copied from now on (and
-            # may talk to other ranks) go to parts of the ring that these projections free, so they
-            # are behind it too.
+            # Recomputation has the device first. Later copies (which may be exchanges) go to parts
+            # of the ring that these projections free, so they are behind it, too.
             self._compute.wait(done)
         else:
             restore.layers += [ready] * first
@@ -139,7 +138,7 @@ class RestorePipeline:
         return moved
 
     def _indices_of(self, pages: npt.NDArray[np.int64], slots: torch.Tensor) -> Indices:
-        """Indices of a restore; on the device they have no content yet (:meth:`_bring_indices`)."""
+        """Indices of a restore; :meth:`_bring_indices` writes those on the device but ``slots``."""
         device, headers = self._device, self._layout.positions(self._memory.numpy())
         positions = headers[pages].reshape(-1).astype(np.int64)
         on_cpu = held_for_device(pages, device), held_for_device(positions, device)
@@ -185,8 +184,9 @@ class RestorePipeline:
         behind: Event,
         written: Mapping[int, Event],
     ) -> Event:
-        """Recompute first layers in turn with forward passes; returns the event behind that. They
-        may read what was written before ``behind``, and by layer before events of ``written``."""
+        """Recompute first layers on the stream of forward passes; returns the event behind that.
+        Recomputation waits for ``behind``, and for the events of its layers in ``written``: it may
+        read K and V that were written before these."""
         forward, layers = recompute.stream, range(recompute.layers)
         start = forward.record(timed=True)
         try:
@@ -209,8 +209,8 @@ class RestorePipeline:
     def _exchange_parts(
         self, exchange: Exchange, parts: Sequence[Part], pages: torch.Tensor
     ) -> _Bring:
-        """A function that brings parts of all ranks to the ring. On a CPU they are exchanged here,
-        all at once. ``pages``: physical, on the CPU."""
+        """A function that brings the shards of all ranks of a part to the ring. On a CPU all parts
+        are exchanged here, at once, and it copies the result. ``pages``: physical, on the CPU."""
         if not exchange.on_scheduler_thread:
 
             def gather(part: Part, out: torch.Tensor) -> None:
@@ -226,7 +226,7 @@ class RestorePipeline:
             if self._layers[layer].arrives:
                 own_parts.append(part._replace(page_ids=pages[part.pages]))
                 whole = len(own_parts[-1].page_ids) * part_bytes(self._layout, part.layers)
-                length = whole // exchange.shards
+                length = whole // exchange.shards  # bytes of one rank's shard of this part
                 places[layer, part.pages.start] = slice(size, size + length)
                 size += length
         shards = host_tensor((exchange.shards, size), torch.uint8, self._device)
@@ -250,7 +250,8 @@ class RestorePipeline:
         return copy
 
     def _order_by_shard(self, shards: int, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Put rows into the order in which the shards of every chunk of pages arrive."""
+        """Copy a number of each token (int64 ``[n]``) from the order of ``source``, by pages, to
+        that in which tokens arrive: by chunks of pages, and in a chunk by shards."""
         size = self._layout.page_size
         for start in range(0, len(source), self._chunk_pages * size):
             chunk = source[start : start + self._chunk_pages * size]
@@ -258,8 +259,8 @@ class RestorePipeline:
             target[start : start + len(chunk)] = by_shard.reshape(-1)
 
     def _bring_own(self, part: Part, target: torch.Tensor) -> None:
-        """Copy this rank's segments of a part to ``target``: by the layers' :data:`.Copy`,
-        otherwise (hidden states) to memory of the ring."""
+        """Copy this rank's segments of a part by the layers' :data:`.Copy`, to ``target`` as it
+        takes it. Hidden states have none: they go to ``target`` as memory of the ring (uint8)."""
         offsets = self._layout.segment_offsets[part.layers.start : part.layers.stop]
         copy = self._layers[part.layers.start].copy
         if copy is not None:
@@ -269,7 +270,8 @@ class RestorePipeline:
         gather_pages(self._memory, part.page_ids, offsets[0], rows.shape[1], out=rows)
 
     def _copy_part(self, restore: RunningRestore, bring: _Bring, part: Part) -> _Arrived:
-        """Copy K and V to the pool, hidden states to the ring."""
+        """Launch the copy of a part on the copy stream: to the pool, or by ``bring`` to the next
+        part of the ring if its layers arrive there."""
         first, buffer = part.layers.start, None
         copy = partial(self._bring_own, part, part.slots)
         if self._layers[first].arrives:
@@ -284,7 +286,8 @@ class RestorePipeline:
         return _Arrived(part, buffer, copied)
 
     def _fill(self, restore: RunningRestore, arrived: _Arrived) -> None:
-        """Project a part to the pool if it is not there yet. The last part of layers ends them."""
+        """Launch the projection of a part that is in the ring. The last part of its layers adds
+        the event behind them to ``restore``."""
         part, buffer, copied = arrived
         layer, filled = part.layers.start, copied
         fill = self._layers[layer].fill

@@ -1,8 +1,7 @@
 """Recomputation of the first layers of a restore (paper section 4.1), for any model. The model's
 own forward pass runs over the restored tokens with the engine's own attention: what computed K and
-V before computes them again. It ends at the last wanted layer, once K and V of that layer are
-written. One pass takes consecutive tokens of one sequence. Queries attend to rows of the pool: the
-prefix on the device, and the restored tokens themselves."""
+V before computes them again. One pass takes consecutive tokens of one sequence. Queries attend to
+rows of the pool: the prefix on the device, and the restored tokens themselves."""
 
 from __future__ import annotations
 
@@ -101,7 +100,8 @@ class _AttentionPass(RecomputePass):
     def attend(
         self, kernel: Any, q: torch.Tensor, k: Any, v: Any, store: bool, engine: Engine
     ) -> torch.Tensor:
-        """As of the base class, without storing; notes what attention receives."""
+        """Append what attention receives to :attr:`layers`, and attend without storing. Raises
+        RecomputeRefused for attention other than plain softmax, or without K and V of its own."""
         if k is None or v is None or not _is_plain(kernel):
             raise RecomputeRefused(f"layer {kernel.layer_id} has an attention of its own kind")
         heads = q.reshape(-1, kernel.tp_q_head_num, kernel.qk_head_dim)
@@ -143,7 +143,7 @@ class Recomputer:
     def recompute(self, layers: int, slots: torch.Tensor, spans: Sequence[TokenSpan]) -> None:
         """Write K and V of the first ``layers`` (at least 1) layers to ``slots``, int64 ``[n]``, on
         the device, span after span. Raises RecomputeRefused if the model ended before the last
-        layer, or that one has no K and V."""
+        layer, or that one has no K and V of its own."""
         begin, last = 0, self._first_layer + layers - 1
         for span in spans:
             end = begin + len(span.token_ids)

@@ -61,8 +61,8 @@ class RunningRestore:
     def save_recomputed(
         self, stream: Stream, slots: torch.Tensor, work: Callable[[], object]
     ) -> Exception | None:
-        """Let ``work()`` copy what was recomputed from ``slots`` to the host; the restore ends
-        behind that. Returns the error if it failed: host pages lack something then."""
+        """Let ``work()`` copy K and V that were recomputed in ``slots`` to host pages; the restore
+        ends behind that. Returns the error of ``work``: then host pages have not got all."""
         problem = None
         stream.wait(self.layers[-1])
         stream.keep(slots)
@@ -99,7 +99,6 @@ class RunningRestore:
         return all(event.query() for event in self.layers)
 
     def report(self) -> RestoreReport:
-        """The times of a restore that is done."""
         ms = self.begin.elapsed_time
         spans = (Span(name, layer, ms(start), ms(end)) for name, layer, start, end in self.timed)
         return RestoreReport(self.tokens, self.bytes, tuple(spans))

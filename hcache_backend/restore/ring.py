@@ -13,7 +13,7 @@ from hcache_backend.streams import Event, Stream
 
 
 def part_bytes(layout: PageLayout, layers: Iterable[int]) -> int:
-    """Bytes of ``layers`` of a page that arrive together, of all shards."""
+    """Bytes that ``layers`` have in a page, of all shards."""
     return sum(layout.segment_bytes[layer] for layer in layers) * layout.shard.of
 
 
@@ -42,7 +42,7 @@ class Ring:
 
     def begin(self, part_bytes: int) -> int:
         """Divide the ring into parts of ``part_bytes`` for a new restore; returns how many."""
-        behind = self._next * self._part_bytes
+        behind = self._next * self._part_bytes  # the part that was taken last
         self._part_bytes, self._next = part_bytes, -(-behind // part_bytes)
         self._taken.clear()  # the stream that copies to them will take them again
         return len(self._memory) // part_bytes
@@ -56,8 +56,8 @@ class Ring:
         for used, until in users:
             if used.start < part.stop and part.start < used.stop:
                 stream.wait(until)
-                unclaimed = range(used.start, part.start), range(part.stop, used.stop)
-                self._users += [(piece, until) for piece in unclaimed if piece]
+                outside = range(used.start, part.start), range(part.stop, used.stop)
+                self._users += [(piece, until) for piece in outside if piece]
             else:
                 self._users.append((used, until))
         self._taken.append(part)
