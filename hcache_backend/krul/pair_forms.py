@@ -11,7 +11,7 @@ encoded unit of ``n`` tokens is, in the type of K and V,
 - the numbers of the retained tokens in the unit, ascending, uint16;
 - zeros up to a multiple of 16 bytes.
 
-
+Bytes follow from float32 sums, products, quotients and square roots in a fixed order.
 
 ``int8``: all planes through codec ``int8``, those of the first layer first.
 """

@@ -34,7 +34,6 @@ def check_pairs(layers: int, pairs: Iterable[Pair]) -> None:
 
 
 def unpaired(layers: int, pairs: Iterable[Sequence[object]]) -> list[int]:
-    """The layers that are in no pair."""
     paired = {layer for pair in pairs for layer in pair[:2]}
     return [layer for layer in range(layers) if layer not in paired]
 

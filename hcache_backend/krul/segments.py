@@ -150,6 +150,7 @@ class PairedLayout(PageLayout):
 
     @cached_property
     def _entries(self) -> bytes:
+        """A page's table of layers: of each one its segments, the first of them, and its code."""
         packed = {
             layer: LAYER_ENTRY.pack(_KV, _KV * number, code.encode())
             for number, (layers, code) in enumerate(self._in_order)
@@ -188,7 +189,7 @@ class PairedSegments(KVSegments):
             self._encoder = make_segment_codec("exp4", *cut)
 
     def layout(self, layers: Sequence[StoredLayer], shard: Shard) -> PairedLayout:
-        """With neighbours in pairs, until others are chosen."""
+        """The layout of pages whose pairs are neighbouring layers, until other pairs are chosen."""
         part = Segment(self._slot.slot_bytes // 2, pieces=self._units.cut.units)
         pairs = tuple((2 * n, 2 * n + 1, Int8.name) for n in range(self._pairs))
         codes, slot = tuple(PAIR_FORMS), (part, part)

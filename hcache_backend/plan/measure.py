@@ -132,9 +132,8 @@ class Bench:
             """Bytes, and the copy: one segment of every page to the device, as in a restore."""
             segment = PAGE * self.model.hidden * self.dtype.itemsize
             memory, turns = cold_pages(tokens, segment, self.device)
-            target = torch.empty((tokens // PAGE, segment), dtype=torch.uint8, device=self.device)
-            size = tokens * self.model.hidden * self.dtype.itemsize
-            return size, lambda: gather_pages(memory, next(turns), segment, segment, target)
+            out = torch.empty((tokens // PAGE, segment), dtype=torch.uint8, device=self.device)
+            return out.numel(), lambda: gather_pages(memory, next(turns), segment, segment, out)
 
         return prepare
 
@@ -208,8 +207,8 @@ def measure(
     source: str = "measured by hcache profile",
     begin: Callable[[str], object] = lambda operation: None,
 ) -> Profile:
-    """Measure every operation of a layer; ``begin`` is called before each. Random state is
-    restored: ranks must draw the same numbers."""
+    """Measure every operation of a layer, each after ``begin`` with its name; the other arguments
+    go to the profile. Random state is restored: ranks must draw the same numbers."""
     points: dict[str, list[Point]] = {}
     with torch.random.fork_rng(devices=[bench.device] if bench.device.type == "cuda" else []):
         for operation in OPERATIONS:
@@ -284,6 +283,7 @@ def _read_files(files: Sequence[_TestFile], piece: int, threads: int, seconds: f
     end = time.perf_counter() + seconds
 
     def work(file: _TestFile, numbers: Iterator[int]) -> int:
+        """Read pieces of these numbers until the time is over; returns how many bytes."""
         buffer, done = memoryview(mmap.mmap(-1, piece)), 0
         for number in numbers:
             file.io.read(file.fd, number * piece, [buffer])

@@ -298,8 +298,8 @@ def _dtype(fields: _Fields) -> str:
 
 
 def _weight_bytes(fields: _Fields, shape: ModelShape) -> int:
-    """Bytes on a GPU. SGLang has weights in 16 bits on a GPU, and those of layers in fewer if
-    they are quantised. All methods name their bits, or their format."""
+    """Bytes of all weights on a GPU: 16 bits a value, and fewer in layers if they are quantised.
+    Configs of quantisation methods name the bits, or the format."""
     method = json.dumps(fields.value("quantization_config")).lower()
     named = (n for n in (4, 8) if re.search(rf'bits": {n}\b|fp{n}|in_{n}bit": true', method))
     mlp_width = _mlp_width(fields, shape.hidden, all_experts=True)

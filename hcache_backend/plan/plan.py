@@ -50,7 +50,7 @@ class PartitionPlan:
         layers = Partition(0, 0, self.model.layers - (self.sides.layers if self.sides else 0))
         restore = Restore(self.profile, self.model, layers, self.tp, paper=True, sides=self.sides)
         stored = restore.fastest(self.tokens, l3)
-        # Without hidden states a server decides at no load what to recompute.
+        # A server that stores no hidden states recomputes no first layers of a load.
         return replace(restore, partition=stored, recomputable=stored.layers * bool(stored.hidden))
 
     @property

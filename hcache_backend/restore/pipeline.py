@@ -140,7 +140,7 @@ class RestorePipeline:
     def _indices_of(self, pages: npt.NDArray[np.int64], slots: torch.Tensor) -> Indices:
         """Indices of a restore; :meth:`_bring_indices` writes those on the device but ``slots``."""
         device, headers = self._device, self._layout.positions(self._memory.numpy())
-        positions = headers[pages].reshape(-1).astype(np.int64)
+        positions = headers[pages].reshape(-1).astype(np.int64)  # of the tokens of all pages
         on_cpu = held_for_device(pages, device), held_for_device(positions, device)
         page_ids = torch.empty(len(pages), dtype=torch.int64, device=device)
         rows = TokenRows(torch.empty(len(slots), dtype=torch.int64, device=device), slots)
