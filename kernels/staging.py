@@ -118,6 +118,7 @@ def begin_kernel(
     NONE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Copy a block of tokens' numbers to both tables, and set targets; the first sets ``step``."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + at, mask=at < n).to(tl.int64)
     position = tl.load(positions + at, mask=at < n).to(tl.int64)
@@ -148,6 +149,7 @@ def judge_kernel(
     WRONG: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Verdicts of a block of rows over all layers: 2, if one has WRONG; 1, if all have ``step``."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     written = tl.full((BLOCK,), 1, tl.int32)
     unfit = tl.full((BLOCK,), 0, tl.int32)
@@ -282,6 +284,7 @@ def stage_kernel(
     NONE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Copy a block of words of one row to its target, and mark that with the step's number."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     target = tl.load(targets + row)
@@ -315,6 +318,7 @@ def save_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Copy rows of all layers to the pages of their slots; only tokens FIRST to FIRST + KEPT."""
     item = tl.program_id(0).to(tl.int64)
     while item < n * layers:
         row, layer = item % n, item // n

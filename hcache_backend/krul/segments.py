@@ -120,6 +120,7 @@ class PairedLayout(PageLayout):
 
         @lru_cache(_KNOWN)
         def parsed(entries: bytes) -> PairedLayout | None:
+            """The layout with the pairs of a page's table, or None."""
             layers_by_slot = defaultdict(list)
             for layer, (_, first_segment, code) in enumerate(LAYER_ENTRY.iter_unpack(entries)):
                 name = code.rstrip(b"\0").decode(errors="replace")
