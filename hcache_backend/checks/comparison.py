@@ -22,13 +22,13 @@ from hcache_backend.projection.projector import Projector
 
 
 def rows_equal(got: torch.Tensor, wanted: torch.Tensor, fits: torch.Tensor | None = None) -> bool:
-    """True if the rows are equal that the codec holds (``fits``, bool ``[n]``; None: all)."""
+    """True if rows that the codec holds (``fits``, bool ``[n]``; None: all) are the wanted ones."""
     return torch.equal(got, wanted) if fits is None else torch.equal(got[fits], wanted[fits])
 
 
 def difference_problem(what: str, differences: Sequence[float], allowed: float) -> str | None:
-    """The problem if K or V differ by more than ``allowed``, relative to their root mean square.
-    ``what`` says of ``{}``, which becomes K or V, that it differs."""
+    """A message if one of ``differences`` (of K and of V, relative to the root mean square) is more
+    than ``allowed``; or None. The message begins with ``what``, in which ``{}`` becomes K or V."""
     for name, value in zip("KV", differences, strict=True):
         if not value <= allowed:  # not a number, too
             return f"{what.format(name)} by {value:.2e} (allowed {allowed:.1g})"
@@ -47,8 +47,8 @@ def compare_projection(
     slots: torch.Tensor,
     projector: Projector,
 ) -> torch.Tensor | str:
-    """:func:`kv_differences` of projected K and V against those that the model wrote to ``slots``,
-    or the reason why there are none. ``hidden`` (``[n, hidden]``) may have been through a codec."""
+    """:func:`kv_differences` of K and V projected from ``hidden`` (``[n, hidden]``) against those
+    that the model wrote to ``slots`` of the KV pool; a message if the layer cannot be projected."""
     try:
         kv = projector.project(layer, hidden, positions)
     except ProjectionFailed as error:
@@ -66,13 +66,13 @@ def projection_problem(
     pool_dtype: torch.dtype,
     codec: str = "none",
 ) -> str | None:
-    """The problem if rounding (``pool_dtype``: of the KV pool) and the codec of hidden states do
-    not explain the differences of :func:`compare_projection`."""
+    """A message if the ``differences`` of K and V (:func:`compare_projection`) are more than
+    rounding to ``pool_dtype``, that of the KV pool, and the codec of hidden states explain."""
     what = f"projected {{}} of {layer.name} differs from the model's"
     return difference_problem(what, differences, tolerance(pool_dtype, codec))
 
 
 def first_problem(problems: Iterable[str | None]) -> str | None:
-    """The first problem, if any, after all were looked for: some attention modules talk to the
-    other ranks, which may find another layer at fault."""
+    """The first problem that is not None, if any. All of ``problems`` are made before: attention
+    modules, which some call, talk to other ranks, whose first problem may be another."""
     return next(filter(None, list(problems)), None)

@@ -55,7 +55,7 @@ def check_copies(layout: PageLayout, kv: KVSegments) -> None:
     reference. The second has random bits, and must come back if the codec says that it fits. The
     pool gets its content back. Raises Refused for wrong or missing pages, or if the codec does not
     hold normally distributed values."""
-    by_layer = [kv.planes(layer) for layer in kv.layers]
+    by_layer = [kv.planes(layer) for layer in kv.layers]  # of each K and V, or latents
     planes = [plane for layer in by_layer for plane in layer]
     size, device = layout.page_size, planes[0].device
     if len(planes[0]) <= size * max(*_SOURCES, *_TARGETS):
@@ -84,7 +84,7 @@ def check_copies(layout: PageLayout, kv: KVSegments) -> None:
             for content, plane in zip(wanted, decoded, strict=False):  # index keys are as they are
                 content[: len(first_page)] = plane.view(torch.uint8).to(device)
         pages = torch.tensor(_HOST, device="cpu" if kv.by_header else device)
-        fits = kv.save(layout, memory, pages, slots)
+        fits = kv.save(layout, memory, pages, slots)  # [layer, page]; None: there is no codec
         untouched = RestoredLayer("kv", copy=lambda *_: None)
         restored = [untouched] * len(layout.segment_bytes)
         for layer in kv.layers:
@@ -94,12 +94,11 @@ def check_copies(layout: PageLayout, kv: KVSegments) -> None:
         chunk = len(slots) if exchange is None else size
         pipeline = RestorePipeline(memory, layout, restored, chunk, device, exchange=exchange)
         pipeline.start(np.array(_HOST), others).synchronize()
-        rows: list[torch.Tensor | None] = [None] * len(buffers)
+        must_be_equal: list[torch.Tensor | None] = [None] * len(buffers)  # rows of each; None: all
         if fits is not None:
-            flags = fits.repeat_interleave(len(first_page), 1)
-            flags = flags.repeat_interleave(len(by_layer[0]), 0)
-            rows[: len(flags)] = flags
-        compared = zip(buffers, wanted, rows, strict=True)
+            of_rows = fits.repeat_interleave(len(first_page), 1)  # [layer, token]
+            must_be_equal[: len(planes)] = of_rows.repeat_interleave(len(by_layer[0]), 0)
+        compared = zip(buffers, wanted, must_be_equal, strict=True)
         are_equal = [rows_equal(buffer[targets], content, fit) for buffer, content, fit in compared]
     if not all(are_equal[: len(planes)]):
         layer = kv.layers[are_equal.index(False) // len(by_layer[0])]
@@ -113,14 +112,14 @@ def check_copies(layout: PageLayout, kv: KVSegments) -> None:
 
 
 def whole_pages(slots: torch.Tensor, page_size: int) -> torch.Tensor:
-    """``slots`` (int64 ``[n]``) truncated to whole pages, repeated to fill at least one."""
+    """``slots`` (int64 ``[n]``) of full pages only; without any, ``slots`` repeated to fill one."""
     tokens = max(1, len(slots) // page_size) * page_size
     return slots[torch.arange(tokens, device=slots.device) % len(slots)]
 
 
 def check_lossy(kv: KVSegments, layout: PageLayout, slots: torch.Tensor, most: float) -> None:
     """Encode and decode the model's K and V in ``slots`` (int64 ``[p * page_size]``). Raises
-    Refused if a layer does not fit, or changes too much: with a code of a plug-in by ``most``."""
+    Refused if a layer does not fit, or changes more than its codec may (a plug-in's: ``most``)."""
     planes = [[plane[slots].cpu() for plane in kv.planes(layer)] for layer in kv.layers]
     decoded_layers, fits = kv.through_codec(layout, planes)
     for layer, exact, decoded, fit in zip(kv.layers, planes, decoded_layers, fits, strict=True):
@@ -138,32 +137,32 @@ def check_lossy(kv: KVSegments, layout: PageLayout, slots: torch.Tensor, most: f
 
 
 class CaptureCheck:
-    """A few pages that go from the model to host memory and from there to other slots, as in
-    service: capture, transfer, verdicts, backup and restore, also by the CUDA graphs that serve.
-    All tensor-parallel ranks must take its steps, in their order."""
+    """A few pages that go from the model to host memory and on to other slots, as in service, also
+    by the CUDA graphs that serve. All tensor-parallel ranks must take its steps, in their order.
+    ``order``: of collectives of restores and of forward passes; None: there is one rank."""
 
     def __init__(
         self, plan: HiddenPages, projector: Projector, order: CollectiveOrder | None
     ) -> None:
         layout, device = plan.layout.page, plan.layout.kvcache.device
         self._plan, self._layout, self._codec = plan, plan.layout, plan.codec
-        self._pages = np.arange(-(-CHECK_TOKENS // layout.page_size))
+        self._pages = np.arange(-(-CHECK_TOKENS // layout.page_size))  # in host memory
         self.tokens = len(self._pages) * layout.page_size
-        shadows = len(self._pages) + 1  # an empty pool hands out its first pages, except page 0
+        shadows = len(self._pages) + 1  # of the pool's page 0, and of the first that it hands out
         shape = (len(self._pages) + shadows, layout.stride)
         self._memory = host_tensor(shape, torch.uint8, device).zero_()
         self._arena = Arena(self._memory.numpy(), layout, len(self._pages), shadows)
         self._capture = plan.capture(self._arena, self._memory)
         # Made before the restores, which have collectives: one rank may lack memory for it.
         self._pipeline = plan.pipeline(self._memory, projector, order)
-        self._not_encoded: set[int] = set()
+        self._not_encoded: set[int] = set()  # layers whose K and V the codec does not hold
 
     def capture(self, run: Callable[[], torch.Tensor], *, seen: bool, by_layer: bool) -> None:
-        """Have ``run`` run the model, with capture, on :attr:`tokens` tokens, whose slots it
-        returns, and back up the rows. Raises Refused for lost or wrong ones. ``seen``: Python sees
-        the inputs of projections, which rows are compared with. It does not in recorded prefill
-        graphs: only K and V are compared then. ``by_layer``: the prefill passes staging layer by
-        layer, as prompts too long for it do."""
+        """Let ``run`` run the model on :attr:`tokens` tokens and return their slots. Capture the
+        hidden states meanwhile and back them up. Raises Refused for lost or wrong rows. ``seen``:
+        Python sees the inputs of projections, so rows are compared with these. It sees none in
+        recorded prefill graphs. ``by_layer``: the prefill passes staging layer by layer, as
+        prompts too long for the ring of rows do."""
         plan = self._plan
         received: dict[int, torch.Tensor] = {}
 
@@ -178,7 +177,7 @@ class CaptureCheck:
             if seen
         ]
         by_layer = by_layer and bool(plan.staging.layers)
-        self._capture.most_at_once = 1 if by_layer else plan.staging.capacity
+        self._capture.most_at_once = 1 if by_layer else plan.staging.capacity  # tokens
         try:
             with plan.hooks.capture_trial(self._capture):
                 self._slots = run()
@@ -197,10 +196,11 @@ class CaptureCheck:
             raise Refused(f"hidden states do not get to host memory: {problem}")
 
     def restore(self, projector: Projector) -> None:
-        """Restore to other pages of the pool; raises Refused if K or V differ from the model's."""
+        """Restore the backed-up pages to other pages of the pool, except first layers that pages do
+        not hold. Raises Refused if K or V differ from those that the model wrote."""
         layout, size = self._layout, self._layout.page.page_size
         first = len(layout.methods.layers("recompute"))
-        targets = self._slots + (int(self._slots.max()) // size) * size
+        targets = self._slots + (int(self._slots.max()) // size) * size  # behind the used pages
         if int(targets.max()) >= len(layout.kvcache.k_buffer[0]):
             raise Refused("the KV pool is too small to try a restore")
         try:
@@ -216,7 +216,7 @@ class CaptureCheck:
             raise Refused(f"hidden states do not come back from host memory: {problem}")
 
     def _back_up(self, slots: Ids) -> str | None:
-        """Back the captured rows of ``slots`` up to the pages, and K and V; returns the problem."""
+        """Back up captured rows of ``slots``, and K and V, to the host pages; returns a problem."""
         layout, problem = self._layout, self._capture.ledger.broken or self._arena.problem(slots)
         if problem not in (None, NOT_ENCODABLE):  # that it holds enough was decided before
             return problem
@@ -234,7 +234,8 @@ class CaptureCheck:
         return None if self._arena.usable(whole) else "rows are not proven"
 
     def _rows_problem(self, received: dict[int, torch.Tensor]) -> str | None:
-        """The problem if a layer's rows in host memory differ from its projection's input."""
+        """A message if a layer's rows in host memory differ from ``received``, its projection's
+        input by layer, or None. The last token, which a decode step adds, is not compared."""
         layout, codec = self._layout.page, self._codec
         for layer in self._layout.hidden_layers if received else ():
             rows = codec.encode(received[layer.index][: self.tokens - 1])[0].cpu()
@@ -248,8 +249,8 @@ class CaptureCheck:
         return None
 
     def _kv_problem(self, first: int, targets: torch.Tensor, projector: Projector) -> str | None:
-        """The problem if K or V of a layer from ``first`` on differ, in rows that the codec
-        holds."""
+        """A message if K or V in ``targets`` differ from the model's, in a layer from ``first`` on
+        and in rows that the codec holds; otherwise None."""
         pool, fits = projector.pool, self._fits.to(targets.device)
         for layer in self._layout.layers[first:]:
             if layer.index in self._not_encoded:

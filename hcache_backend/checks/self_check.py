@@ -77,8 +77,8 @@ class ObservedPass:
     dependent: tuple[str, ...] = ()
 
     def refuse_dependence(self, inside: Sequence[str] = ("",)) -> None:
-        """Raise Refused for a module that quantises inputs by a scale of the whole batch, on which
-        K would depend. ``inside``: beginnings of the names that count; by default all."""
+        """Raise Refused if a module quantises its input by one scale for the whole batch: K of a
+        token would depend on the others. ``inside``: beginnings of the names that count."""
         module = next((name for name in self.dependent if name.startswith(tuple(inside))), None)
         if module is not None:
             raise Refused(
@@ -106,12 +106,12 @@ class ObservedPass:
     def write_exactness(
         self, layer: AttentionLayer, projector: Projector, ways: Sequence[Way | None]
     ) -> KVExactness:
-        """Exactness of the projector's writes to the pool against the model's K and V there, which
-        are restored. The worst of ``ways`` counts (None: of an unfused spec). Rows are reversed."""
+        """Exactness of K and V that the projector writes to the pool against the model's, which are
+        put back. The worst of its kernel's ``ways`` counts (None: an unfused spec has no kernel)."""
         pool, kernel, slots, by_way = projector.pool, layer.kernel, self.slots, []
         hidden = self.hidden[layer.index]
         wanted = pool.fetch(kernel, slots, hidden.dtype)
-        reversed_rows = hidden.flip(0), self.positions.flip(0), slots.flip(0)
+        reversed_rows = hidden.flip(0), self.positions.flip(0), slots.flip(0)  # in any order
         try:
             for way in ways:
                 pool.store(kernel, slots, *map(torch.zeros_like, wanted))
@@ -249,14 +249,14 @@ def check_recompute(
     *,
     other_attention: bool = False,
 ) -> Recomputed:
-    """Recompute the observed tokens, and once more their second half after the first: more tokens
+    """Find out how many first layers can be recomputed exactly enough; raises Refused if none can.
+    The observed tokens are recomputed, and once more their second half after the first: more tokens
     than in the observed pass, so that leftovers of its batch would show. Nothing may be allocated
-    yet, for other slots of the pool are overwritten. Raises Refused if it fails, or not even the
-    first layer is exact enough. ``run_again`` runs prompts of these lengths that begin as the
-    observed one does, so many first tokens (0: none) in a pass of their own; it returns the slots
-    of each prompt, at most ``most_requests``. ``other_attention``: these passes and the recomputer
-    use another attention backend than the observed pass. Then K and V of that backend are compared
-    with the observed ones, and recomputed ones with those of that backend."""
+    yet: other slots of the pool are overwritten. ``run_again`` runs prompts of these lengths that
+    begin as the observed one does, so many first tokens (0: none) in a pass of their own; it
+    returns the slots of each prompt, at most ``most_requests``. ``other_attention``: these passes
+    and the recomputer use another attention backend than the observed pass. Then its K and V are
+    compared with the observed ones, and recomputed ones with its own."""
     slots, tokens, half = observed.slots, len(observed.slots), len(observed.slots) // 2
     dtype, pool, size = observed.hidden[0].dtype, PagedPool(kvcache), kvcache.page_size
 
@@ -320,8 +320,8 @@ def keep_rows(buffers: Sequence[torch.Tensor], rows: torch.Tensor) -> Iterator[N
 
 @contextmanager
 def refuse_errors(what: str = "") -> Iterator[None]:
-    """Raise errors of the block as Refused: of a model's own code with an unusual batch, of a
-    kernel that cannot be compiled, of memory that is not there. ``what`` begins the reason."""
+    """Raise every error of the block as Refused: of a model's own code with an unusual batch, of a
+    kernel that cannot be compiled, of a lack of memory. ``what`` begins the reason."""
     try:
         yield
     except Exception as error:
@@ -351,8 +351,8 @@ def _prompts(tokens: int, most_requests: int) -> Iterator[tuple[list[int], int]]
 def _exact_layers(
     observed: ObservedPass, judged: Sequence[_Judged], of_model: list[KVExactness]
 ) -> Recomputed:
-    """The first layers that are as exact as the model's own passes at other batch sizes
-    (``of_model``); Refused if layer 0 is not. ``judged``: the other passes, recomputation last."""
+    """How many first layers are in every pass of ``judged`` (the last: recomputation) as exact as
+    in the model's own passes at other batch sizes (``of_model``). Raises Refused if none is."""
     layers, problem, beside = len(of_model), None, "; the model at other batch sizes"
     for bound, what, by_layer in judged:
         pairs = zip(by_layer[:layers], of_model, strict=False)
@@ -492,7 +492,7 @@ class LayerSpecs:
         self._weights.on_caches_flushed.append(self._renew)
 
     def _forget(self) -> None:
-        """Weights change: attention modules stay right, specs may not."""
+        """Weights change: drop the specs, which were proven for the old ones."""
         self._projector.specs = [None] * len(self._observed.layers)
         self._stale = True
 

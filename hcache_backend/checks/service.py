@@ -87,8 +87,8 @@ class _Check(Generic[_Remaining]):
 
 
 class _Checks(ABC, Generic[_Layer, _Remaining]):
-    """Chooses one of ``interval`` pages of transfers, and a few of ``layers`` of it, the same on
-    every rank, and keeps the checks that wait. 0: none is chosen. ``failed``: a page was wrong."""
+    """Checks one of ``interval`` pages of transfers (0: none), a few of ``layers`` of it, the same
+    on every rank. ``failed``: a page was wrong, so that L3 is not used any more (quarantine)."""
 
     def __init__(
         self, weights: ModelWeights, pool: HostPool, interval: int, layers: Sequence[_Layer]
@@ -100,11 +100,11 @@ class _Checks(ABC, Generic[_Layer, _Remaining]):
         self._waiting: deque[_Check[_Remaining]] = deque()
         self._buffers = HostBuffers(pool.device_pool.device)
         self._pace = _Pace()
-        self._tired = False  # on all ranks, or on none
+        self._tired = False  # no check begins: on a rank they have had their share of time
         self._proposal: Proposal | None = None
 
     def watch(self, *, loads: bool = False) -> None:
-        """Look at backups of the pool from now on, and at ``loads``."""
+        """Look at every backup of the pool from now on; ``loads``: and at every load."""
         self._pool.on_freed.append(self.on_freed)
         self._pool.on_backed_up.append(self.on_transfer)
         if loads:
@@ -140,7 +140,7 @@ class _Checks(ABC, Generic[_Layer, _Remaining]):
 
     @abstractmethod
     def _launch(self, check: _Check[_Remaining], slots: torch.Tensor) -> None:
-        """Begin to bring the buffer of ``check``; may raise. ``slots``: of the page's tokens."""
+        """Begin to fill the buffer of ``check``, by the pool's ``slots`` of its page; may raise."""
 
     def _choose(self, pages: int) -> int | None:
         """Index of the page to check among the next ``pages`` pages of transfers; None: none."""
@@ -154,7 +154,7 @@ class _Checks(ABC, Generic[_Layer, _Remaining]):
         return chosen
 
     def _to_host(self, values: torch.Tensor) -> HostBuffer:
-        """A flat copy on its way to the CPU, on the current stream."""
+        """A flat copy of ``values`` that is on its way to the CPU, on the current stream."""
         buffer = self._buffers.take(values.numel(), values.dtype)
         buffer.values.copy_(values.view(-1), non_blocking=True)
         return buffer
@@ -166,14 +166,14 @@ class _Checks(ABC, Generic[_Layer, _Remaining]):
             self._buffers.give_back(check.buffer)
 
     def _fail(self, problem: str) -> None:
-        """A page is wrong: the server loses its trust."""
+        """A page is wrong: L3 is not used any more, because other pages may be wrong, too."""
         self.failed = True
         if self._weights.quarantine is None:
             metrics.PROBLEMS.count("self_check")
             self._weights.begin_quarantine(f"the self-check in service failed: {problem}")
 
 
-_Part = tuple[tuple[int, ...], slice, int]  # layers of a slot, their place in the buffer, part
+_Part = tuple[tuple[int, ...], slice, int]  # layers of a segment, their place in the buffer, part
 
 
 class KVChecks(_Checks[int, _Part]):
@@ -193,25 +193,25 @@ class KVChecks(_Checks[int, _Part]):
         """For each part of each segment of the page: the layers that share the segment, the place
         of their K and V in the check's buffer, and the number of the part."""
         parts, start = deque[_Part](), 0
-        for slot in dict.fromkeys(map(self._layout_of(host_page).sharing, layers)):
-            end = start + sum(map(self._kv.bytes_of, slot))
-            parts.extend((slot, slice(start, end), part) for part in range(self._kv.parts))
+        for sharing in dict.fromkeys(map(self._layout_of(host_page).sharing, layers)):
+            end = start + sum(map(self._kv.bytes_of, sharing))
+            parts.extend((sharing, slice(start, end), part) for part in range(self._kv.parts))
             start = end
         return parts
 
     def _launch(self, check: _Check[_Part], slots: torch.Tensor) -> None:
-        layers = [layer for slot, _, part in check.remaining if part == 0 for layer in slot]
+        layers = [layer for sharing, _, part in check.remaining if part == 0 for layer in sharing]
         check.buffer = self._to_host(self._kv.read_plain(layers, slots))
 
     def propose_checks(self, turn: Turn) -> None:
-        """Propose to compare the first page, if it has arrived; add if the last one was right."""
+        """Propose three flags: the first page arrived, checks may work, the last part was right."""
         self._proposal = None
         if not self.failed and (self._waiting or self._tired or self._compares):
             arrived = bool(self._waiting) and self._has_arrived(self._waiting[0])
             self._proposal = turn.propose(arrived, self._pace.rested, self._wrong is None)
 
     def apply_checks(self) -> None:
-        """The ranks have agreed: compare a part of a layer of the first page, if all can."""
+        """The ranks have agreed: compare the next part of the first page, if all can; or fail."""
         if self._proposal is None:
             return
         arrived, rested, right = self._proposal.least
@@ -232,7 +232,7 @@ class KVChecks(_Checks[int, _Part]):
         return settled and check.event.query()
 
     def _problem(self, check: _Check[_Part]) -> str | None:
-        """Compare the next part of a page; the problem if it is wrong."""
+        """Compare the next part of the page of ``check``; a message if it is wrong, or None."""
         try:
             check.event.synchronize()
         except StreamFailed as failed:
@@ -287,19 +287,18 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
         weights.on_weights_changed.append(self.drop_waiting)
 
     def propose_checks(self, turn: Turn) -> None:
-        """Propose for each of the first checks: has its result arrived, are its rows complete."""
+        """Propose flags: checks may work; for each first one, it arrived, its rows are complete."""
         self._proposal = None
         if self._waiting or self._tired:
             flags = []
             for check in islice(self._waiting, _AT_ONCE):
-                # None: its rows have arrived, but it is not yet known if all did.
-                page = np.array([check.host_page])
+                page = np.array([check.host_page])  # usable is None: not known yet
                 usable = self._pool.arena.usable(page) if check.event.query() else None
                 flags += [usable is not None, usable is not False]
             self._proposal = turn.propose(self._pace.rested, *flags)
 
     def apply_checks(self) -> None:
-        """Judge the pages whose results have arrived on all ranks, except incomplete pages."""
+        """Judge the first pages, whose results have arrived on all ranks; drop incomplete pages."""
         if self._proposal is None:
             return
         rested, *flags = self._proposal.least
@@ -355,8 +354,8 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
         check.problem = problem
 
     def _positions(self, host_page: Ids) -> Ids:
-        """Positions of a page's tokens, int64 ``[page_size]``. A page whose rows are missing has
-        none, but other ranks, whose pages may be whole, wait for this one's rows."""
+        """Positions of a page's tokens, int64 ``[page_size]``. For a page whose rows are missing,
+        which has none, 0, 1, ...: other ranks, whose pages may be whole, wait for this one."""
         layout, arena = self._pool.page_layout, self._pool.arena
         if arena.usable(host_page) is False:
             return np.arange(layout.page_size)
@@ -364,15 +363,15 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
         return layout.positions(header).astype(np.int64)
 
     def _all_shares(self, exchange: Exchange, own_share: torch.Tensor) -> torch.Tensor:
-        """A segment of the whole page, uint8 ``[shards, bytes]``, of which this rank has
-        ``own_share``. Valid until the next call. Raises ExchangeFailed on all ranks."""
+        """A layer's segment of the whole page, uint8 ``[shards, bytes]``, gathered from all ranks;
+        this one has ``own_share``. Valid until the next call. Raises ExchangeFailed on all."""
         assert self._shards is not None
         gather = exchange.gather_now if exchange.on_scheduler_thread else exchange.gather
         gather(self._shards, lambda shard: shard.copy_(own_share, non_blocking=True))
         return self._shards
 
     def _problem(self, check: _Check[AttentionLayer]) -> str | None:
-        """The problem if a layer of a page is wrong, whose differences have arrived."""
+        """A message if a layer in the result of ``check`` is wrong or not projected; or None."""
         try:
             check.event.synchronize()
         except StreamFailed:  # capture broke, and nothing is backed up any more
