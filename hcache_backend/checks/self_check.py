@@ -107,7 +107,7 @@ class ObservedPass:
         self, layer: AttentionLayer, projector: Projector, ways: Sequence[Way | None]
     ) -> KVExactness:
         """Exactness of K and V that the projector writes to the pool against the model's, which are
-        put back. The worst of its kernel's ``ways`` counts (None: an unfused spec has no kernel)."""
+        put back. The worst of its kernel's ``ways`` counts (None: an unfused spec has none)."""
         pool, kernel, slots, by_way = projector.pool, layer.kernel, self.slots, []
         hidden = self.hidden[layer.index]
         wanted = pool.fetch(kernel, slots, hidden.dtype)

@@ -10,8 +10,6 @@ from hcache_kernels.launch import alignment
 from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
 from hcache_kernels.pages.kernel import LayerTable, gather_launch, gather_planes_launch
 
-Offsets = Sequence[int]
-
 
 class IndexKeys:
     """Copies index keys between SGLang's pool (DSATokenToKVPool) and pages, as they are: in a page
@@ -42,13 +40,13 @@ class IndexKeys:
         layers: Sequence[int],
         memory: torch.Tensor,
         pages: torch.Tensor,
-        offsets: Offsets,
+        offsets: Sequence[int],
         pool_parts: torch.Tensor,
         *,
         save: bool = False,
     ) -> None:
-        """Copy keys of ``layers`` from ``offsets`` in ``pages`` of ``memory`` to ``pool_parts``,
-        parts of pages in the pool (int64 ``[p]``). ``save``: copy from the pool instead."""
+        """Copy keys of ``layers``, if any, from ``offsets`` (by layer) in ``pages`` of ``memory``
+        to ``pool_parts``, parts of pages in the pool; ``save``: the other way. int64 ``[p]``."""
         offset_of = dict(zip(layers, offsets, strict=True))
         keyed = self.layers_with_keys(layers)
         if pool_parts.is_cuda:  # by one launch
@@ -68,10 +66,11 @@ class IndexKeys:
         layers: Sequence[int],
         memory: torch.Tensor,
         pages: torch.Tensor,
-        offsets: Offsets,
+        offsets: Sequence[int],
         out: torch.Tensor,
     ) -> None:
-        """Copy keys from ``pages`` of ``memory`` to ``out``: uint8, ``[layer, page, byte]``."""
+        """Copy keys of ``layers``, if any, from ``offsets`` (by layer) in ``pages`` of ``memory``
+        (int64 ``[p]``) to ``out``: uint8, flat, in the order ``[layer with keys, page, byte]``."""
         offset_of = dict(zip(layers, offsets, strict=True))
         keyed = self.layers_with_keys(layers)
         rows = out.view(len(keyed), len(pages), -1)
@@ -83,8 +82,8 @@ class IndexKeys:
             gather_pages(memory, pages, offset_of[layer], row.shape[1], out=row)
 
     def fill(self, layers: Sequence[int], parts: torch.Tensor, pool_parts: torch.Tensor) -> None:
-        """Write ``parts``, :meth:`gather` of all ranks (``[ranks, layers * p * bytes]``), to
-        ``pool_parts`` of the pool's pages (int64 ``[ranks * p]``, in the order of the ranks)."""
+        """Write ``parts``, what :meth:`gather` gave on each rank (``[ranks, layers * p * bytes]``),
+        to ``pool_parts``, parts of the pool's pages (int64 ``[ranks * p]``, rank after rank)."""
         keyed = self.layers_with_keys(layers)
         by_layer = parts.unflatten(1, (len(keyed), -1)).transpose(0, 1)
         rows = by_layer.reshape(len(keyed), len(pool_parts), -1).contiguous()
@@ -102,18 +101,17 @@ class IndexKeys:
         gather_planes_launch(rows.flatten(0, 1), pages, 0, pool, pool_parts, table).run()
 
     def rows(self, layer: int) -> Iterator[torch.Tensor]:
-        """The pool of a layer, if any, by slots: those of whole pages have these pages' keys, uint8
-        ``[slots, bytes]``."""
+        """Yields a layer's pool with a row for each slot, uint8 ``[slots, bytes]``; nothing without
+        keys. The rows of all slots of a page together are its keys and scales."""
         if layer in self._pools:
             yield self._pools[layer].unflatten(1, (self._part_tokens, -1)).flatten(0, 1)
 
     def read_parts(self, layer: int, pool_parts: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Keys of a layer in parts of pages of the pool, uint8 ``[p, bytes]``; nothing if it has
-        none."""
+        """Yields a layer's keys in ``pool_parts``, uint8 ``[p, bytes]``; nothing without keys."""
         if layer in self._pools:
             yield self._pools[layer][pool_parts]
 
-    def _table(self, layers: Sequence[int], offsets: Offsets) -> LayerTable:
+    def _table(self, layers: Sequence[int], offsets: Sequence[int]) -> LayerTable:
         """Addresses of the pools of ``layers`` and their offsets in pages, for kernels; cached."""
         key = layers[0], len(layers), offsets[0]
         if key not in self._tables:

@@ -51,8 +51,8 @@ class Layout:
 
     @property
     def ring_bytes(self) -> int:
-        """Device memory of the ring of restores; 0 if no layer passes through it."""
-        arriving = [range(layer, layer + 1) for layer in self.methods.layers("hidden")]
+        """Device memory of the ring that groups of layers pass through in restores; 0: no ring."""
+        groups = [range(layer, layer + 1) for layer in self.methods.layers("hidden")]
         if self.kv.shares_tokens:
-            arriving = [*split_evenly(self.kv.layers, MOST_EXCHANGES)]
-        return ring_bytes(self.page, self.methods.chunk_tokens, arriving) if arriving else 0
+            groups = [*split_evenly(self.kv.layers, MOST_EXCHANGES)]
+        return ring_bytes(self.page, self.methods.chunk_tokens, groups) if groups else 0

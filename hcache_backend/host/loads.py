@@ -144,7 +144,7 @@ class LoadQueue:
 
     @property
     def recomputes_pages(self) -> bool:
-        """True if pages can be recomputed whole, and slices have no unstored layers to do."""
+        """True if whole pages can be recomputed, and every layer is stored in pages."""
         return self._recomputable == len(self.methods.methods) and not self.stored_from
 
     @property
@@ -171,8 +171,8 @@ class LoadQueue:
         if not only_unstored:
             tokens = sum(len(span.token_ids) for span in spans)
             pairs = sum(len(span.token_ids) * len(span.prefix) for span in spans)
-            prefix, slowdown = pairs // tokens, self._slowdown(tokens)
-            first = max(first, self.methods.first_layers(tokens, prefix, slowdown))
+            mean_prefix, slowdown = pairs // tokens, self._slowdown(tokens)
+            first = max(first, self.methods.first_layers(tokens, mean_prefix, slowdown))
         return self._recompute(first, slots, spans, self._forwards) if first else None
 
     def _recompute(
@@ -192,7 +192,7 @@ class LoadQueue:
         return Recompute(layers, slots, fill, forwards)
 
     def _span(self, host_pages: Ids, prefix: Prefix) -> TokenSpan | None:
-        """The tokens of pages; None if they cannot be recomputed, or ``prefix`` is not theirs."""
+        """Tokens of pages, to be recomputed; None if impossible, or the prefix is not there."""
         if self._recomputer is None or not self.methods.recomputable:
             return None
         pages = self._arena.pages(host_pages, header=True)

@@ -126,7 +126,7 @@ class NodeBackups:
 
     def settle_when_idle(self) -> bool:
         """Make backups ready if no forward pass began since the last turn; True if some are."""
-        return False
+        return False  # these wait for no pass
 
     def _ended(self) -> str | None:
         """Reason why no node is backed up any more, or None."""
@@ -150,8 +150,9 @@ class CapturedBackups(NodeBackups):
     _passes: int = field(default=0, init=False)  # that had begun at the last turn
 
     def begin_backup(self, slots: torch.Tensor, *, may_wait: bool) -> Backup | None:
-        """As the base's; None also for a row that is not valid. Without ``may_wait``, or if rows
-        were lost, this waits for the slots; otherwise rows are judged ``_PASSES`` passes later."""
+        """A backup of tokens in ``slots`` (int64 ``[n]``, on the device); None, on every rank, if
+        nothing may be backed up or a row is not valid. Without ``may_wait``, or if rows were lost,
+        this waits for the slots; otherwise rows are judged ``_PASSES`` passes later."""
         problem, tokens, ledger = self._ended(), len(slots), self._capture.ledger
         backup = Backup(due=ledger.passes + _PASSES)
         # Passes of pipeline stages begin at different times.
@@ -172,7 +173,8 @@ class CapturedBackups(NodeBackups):
         return backup
 
     def settle_when_idle(self) -> bool:
-        """As the base's, by waiting for the slots of backups, which no pass is there to bring."""
+        """If no forward pass began since the last turn, wait for the slots of all backups, which no
+        pass will bring, and make the backups ready. True if there are some."""
         ledger = self._capture.ledger
         idle, self._passes = ledger.passes == self._passes, ledger.passes
         if not idle or not self._waiting:

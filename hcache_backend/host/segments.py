@@ -138,7 +138,8 @@ class KVSegments:
         *,
         save: bool = False,
     ) -> None:
-        """Copy index keys, which stand behind latents, if there are any."""
+        """Copy index keys of ``layers``, if any, from ``pages`` of ``memory`` to ``slots`` of the
+        pool; ``save``: the other way. They follow the latents, which are at ``offsets``."""
         if self.keys.layers_with_keys(layers):
             behind = [offset + self._latent_bytes for offset in offsets]
             self.keys.copy(layers, memory, pages, behind, self.pages_of(slots), save=save)
@@ -153,7 +154,7 @@ class KVSegments:
     def _save_layer(
         self, layer: int, held: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor, offset: int
     ) -> torch.Tensor:
-        """Save a layer of ``held`` pages of the pool at ``offset``. Returns a mask: which fit."""
+        """Save ``held``, pages of a pool on the CPU; returns a mask: which the codec can hold."""
         if self._encoder is not None:
             return self._encoder.encode_pages(self.planes(layer), held, memory, pages, offset)
         for plane in self._plain_planes(layer, held):
@@ -162,7 +163,7 @@ class KVSegments:
         return torch.ones(len(held), dtype=torch.bool, device=held.device)
 
     def restored_layer(self, layer: int) -> RestoredLayer:
-        """How ``layer`` gets to the pool; if ranks share tokens, by gathering all parts."""
+        """How ``layer`` gets to the pool: by a copy; of shared tokens by a gather, and a fill."""
         if self.shares_tokens:
             return RestoredLayer("kv", self._fill, self._gather)
         launches = 1 if self._encoder is None else 2
@@ -176,7 +177,8 @@ class KVSegments:
         offsets: Sequence[int],
         out: torch.Tensor,
     ) -> None:
-        """Copy this rank's share of latents, then of index keys, from ``pages`` to ``out``."""
+        """Copy this rank's share of latents, then of index keys, from ``offsets`` (by layer) in
+        ``pages`` of ``memory`` to ``out``: uint8, flat, ``[layer, page, byte]`` of each."""
         size = self._latent_bytes * len(layers) * len(pages)
         rows = out[:size].view(len(layers), len(pages), -1)
         if self.keys.layers_with_keys(layers):
@@ -192,7 +194,8 @@ class KVSegments:
     def _fill(
         self, layers: Sequence[int], segments: torch.Tensor, _: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """Write latents and keys of all ranks, in their order, to ``slots`` (:data:`.Fill`)."""
+        """Write ``segments``, what :meth:`_gather` gave on each rank, one rank after the other, to
+        ``slots`` of the pool (int64 ``[p * page_size]``). Encoded latents are decoded."""
         pages = len(slots) // self.page_size
         by_rank = segments.view(self._ranks, -1)
         size = self._latent_bytes * len(layers) * pages
@@ -241,7 +244,8 @@ class KVSegments:
         offsets: Sequence[int],
         slots: torch.Tensor,
     ) -> None:
-        """:data:`.Copy` of K and V: on a GPU one or two launches over layers, planes and units."""
+        """Copy K and V of ``layers`` from ``offsets`` (by layer) in ``pages`` of ``memory`` to
+        ``slots`` of the pool, decoded if a codec is used. On a GPU: one or two launches for all."""
         encoder = self._encoder
         self._copy_keys(layers, memory, pages, offsets, slots)
         if not slots.is_cuda:
@@ -259,9 +263,10 @@ class KVSegments:
     def _staged_parts(
         self, way: str, layers: int, pages: torch.Tensor, slots: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yields memory for encoded pages on the device (uint8 ``[layers, p, segment_bytes]``), and
-        the parts of ``pages`` and ``slots`` that fit. Each ``way`` ("save", "load") has a ring,
-        from its first use on. Encoders write single bytes, which would be slow across a bus."""
+        """Yields memory on the device for some encoded pages (uint8 ``[layers, p,
+        segment_bytes]``), and these parts of ``pages`` and ``slots``, until all had a turn. Each
+        ``way`` ("save", "load") has a ring of memory, made at its first use. Encoders write single
+        bytes, which would be slow across a bus."""
         assert self._encoder is not None
         size, stream = self._encoder.segment_bytes, current_stream(slots.device)
         row = layers * size
@@ -302,8 +307,8 @@ class KVSegments:
         self._decode(layers, segments, pool_pages)
 
     def _table(self, layers: Sequence[int], offsets: Sequence[int], shares: int = 1) -> LayerTable:
-        """Addresses of ``layers`` for kernels, of each of ``shares`` of a page's tokens; made at
-        the first use."""
+        """Addresses of the pool of ``layers``, and their ``offsets`` in pages, for kernels: once
+        for each of ``shares`` equal parts of a page's tokens. Made at the first use."""
         key = (layers[0], len(layers), offsets[0], shares)
         if key not in self._tables:
             starts = range(0, shares * self._tokens, self._tokens)
@@ -345,8 +350,8 @@ class KVSegments:
     def through_codec(
         self, layout: PageLayout, planes: Sequence[Sequence[torch.Tensor]]
     ) -> tuple[list[Sequence[torch.Tensor]], torch.Tensor]:
-        """K and V of :meth:`kept` slots (``[n, heads, dim]``) of all :attr:`layers` after a way
-        through pages, by the reference, on the CPU; and a mask of the pages that fit."""
+        """K and V of :meth:`kept` slots (``planes``, by layer ``[n, heads, dim]`` each) after the
+        codec's reference on the CPU; and a mask of pages that the codec holds (``[layers, p]``)."""
         pages = torch.arange(len(planes[0][0]) // self._tokens)
         fits, decoded = torch.ones((len(planes), len(pages)), dtype=torch.bool), [*planes]
         encoder = self._encoder
@@ -392,13 +397,8 @@ class KVSegments:
         planes = self._tokens * sum(buffer[0].nbytes for buffer in self.planes(layer))
         return planes + self.keys.bytes_of(layer)
 
-    @property
-    def plain_bytes(self) -> int:
-        """:meth:`bytes_of` each layer; with a codec all are alike."""
-        return self.bytes_of(self.layers[0])
-
     def _cut(self, codec: str) -> tuple[Cut, int, torch.dtype]:
-        """For the codec: cut of rows, values of a head, dtype; UnsupportedRows if shapes differ."""
+        """For ``codec``: cut of rows into units, values of a head, dtype; or UnsupportedRows."""
         planes = [plane for layer in self.layers for plane in self.planes(layer)]
         shapes = sorted({tuple(plane.shape[1:]) for plane in planes})
         if len(shapes) > 1:

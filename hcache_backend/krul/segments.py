@@ -278,7 +278,7 @@ class PairedSegments(KVSegments):
         return [plane for layer in slot.layers for plane in self.planes(layer)]
 
     def _parts(self, *ids: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-        at_once = max(1, _AT_ONCE_BYTES // self.plain_bytes)
+        at_once = max(1, _AT_ONCE_BYTES // self.bytes_of(self.layers[0]))
         return zip(*(some.split(at_once) for some in ids), strict=True)
 
     def holds(
