@@ -42,8 +42,8 @@ class ConfigError(ValueError):
 
 
 def default_dirs() -> list[str]:
-    """One folder under ``$XDG_CACHE_HOME``, otherwise under ``~/.cache``. It is checked as a given
-    one is, and only if none is given: a user of a container may have no home folder."""
+    """The default of option ``dirs``: one folder under ``$XDG_CACHE_HOME``, otherwise ``~/.cache``.
+    Only a start without the option checks it: a user of a container may have no home folder."""
     root = os.environ.get("XDG_CACHE_HOME", "")
     root = root if Path(root).is_absolute() else "~/.cache"  # the XDG rule for relative ones
     return [f"{root}/hcache-backend/pages"]
@@ -58,7 +58,7 @@ _SIZE = pydantic.TypeAdapter(ByteSize)
 
 
 def _bytes(value: object) -> object:
-    """A size with a unit, such as "500GB", as a number of bytes; other types as they are."""
+    """A text such as "500GB" as a number of bytes; other types as they are. Raises ValueError."""
     if not isinstance(value, str):
         return value
     if not _SIZES.fullmatch(size := value.strip()):
@@ -207,16 +207,16 @@ FIXED_AT_START = HCacheConfig.model_fields.keys() - {
 def parse_config(
     options: object, source: str, inherited: Mapping[str, object] | None = None
 ) -> HCacheConfig:
-    """Build the configuration from the table ``options``; a ConfigError has all wrong options.
+    """Build the configuration from the table ``options``; a ConfigError names all wrong options.
     ``source``: origin of the table, for messages. ``inherited`` options replace the defaults: those
-    of ``HCACHE_CONFIG``, or of a running server, which are right."""
+    of ``HCACHE_CONFIG``, or those of a running server, which cannot be wrong."""
     given, inherited = _mapping(options, source), inherited or {}
     try:
         return HCacheConfig.model_validate({**inherited, **given})
     except ValidationError as error:
-        environment = inherited.keys() - given.keys()
+        from_variable = inherited.keys() - given.keys()
         problems = [
-            _explain(one, CONFIG_VARIABLE if environment.intersection(one["loc"][:1]) else source)
+            _explain(one, CONFIG_VARIABLE if from_variable.intersection(one["loc"][:1]) else source)
             for one in error.errors()
         ]
         raise ConfigError("; ".join(problems)) from None
@@ -234,8 +234,8 @@ def _mapping(options: object, source: str) -> Mapping[str, object]:
 
 
 def check_extra_config(extra: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an unknown key beside ours, a value that SGLang does not take, or an
-    ``interface_v1`` other than 1."""
+    """Raise ConfigError if SGLang's extra config has a key that neither SGLang nor we know, a value
+    that SGLang does not take, or an ``interface_v1`` other than 1."""
     for key, value in extra.items():
         if not isinstance(value, _SGLANG_KEYS.get(key, object)):
             right = " or ".join(kind.__name__ for kind in _SGLANG_KEYS[key])
@@ -315,7 +315,7 @@ def nearest(name: str, known: Collection[str], what: str) -> str:
 
 
 def _explain(detail: ErrorDetails, source: str) -> str:
-    """The message for a wrong option; secrets are below ``shared``, or where no option is."""
+    """The message for pydantic's error. It has no value of ``shared``, or of an unknown option."""
     path = [str(part) for part in detail["loc"] if part != "layers"]  # the tag of a partition
     key = ".".join(path)
     if detail["type"] == "extra_forbidden":

@@ -55,7 +55,7 @@ class Metric:
         return self._make()
 
     def event(self, labels: Mapping[str, str]) -> str:
-        """The event, one of ``events``, that a sample with these labels counts."""
+        """The event of a sample with these labels: ``events`` with the label as its group."""
         value = labels.get(self.labels[0], "") if self.labels else ""
         return re.sub(r"\(.*\)", lambda _: value, self.events)
 
@@ -111,7 +111,7 @@ class Events:
         if event not in self._found:
             matches = ((one, re.fullmatch(one.events, event)) for one in self.counters)
             self._found[event] = next((one, found.groups()) for one, found in matches if found)
-        metric, labels = self._found[event]
+        metric, labels = self._found[event]  # the counter whose ``events`` match, its labels
         metric.do("inc", *labels, amount=max(0, number))
 
     def add(self, **numbers: int) -> None:
@@ -122,9 +122,9 @@ class Events:
 
 
 def _take_file(mode: str) -> None:
-    """Make the file of gauges of ``mode`` of this process, and remove those of dead processes. Only
-    our gauges are of these modes. A living process holds a lock (flock) on its file. The PID in the
-    name is not enough: other containers, and earlier servers, often have the same."""
+    """Make Prometheus' file of this process for gauges of ``mode``, and remove those of dead
+    processes. Only our gauges have such modes. A living process holds a lock (flock) on its file.
+    The PID in the name is not enough: other containers and earlier servers often have the same."""
     folder = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
     path = folder / f"gauge_{mode}_{os.getpid()}.db"
     if path in _held:
@@ -293,7 +293,7 @@ def timed(stage: str) -> Iterator[None]:
 
 @contextmanager
 def catching(problem: str, consequence: str) -> Iterator[None]:
-    """SGLang goes on if the body raises; that is counted as ``problem``, and logged."""
+    """Count an error of the body as ``problem`` and log ``consequence``; SGLang goes on."""
     try:
         yield
     except Exception:

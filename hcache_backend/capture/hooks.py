@@ -46,7 +46,7 @@ class HiddenCapture:
                 self._hooks.append(linear.register_forward_pre_hook(on_input, with_kwargs=True))
 
     def remove(self) -> None:
-        """Nothing is captured, now or later: no hook is left, and no memory on the device."""
+        """End capture for good: remove all hooks, and free the staging memory on the device."""
         self._capture = None
         self.watch_only(())
         staging, self.staging = self.staging, None
@@ -54,7 +54,7 @@ class HiddenCapture:
             staging.free()
 
     def watch_only(self, projections: Iterable[torch.nn.Module]) -> None:
-        """It is known by now which linear modules are the projections, one for each layer."""
+        """Watch only these modules from now on: the projections that were found, one a layer."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
@@ -86,7 +86,7 @@ class HiddenCapture:
             self._diverted_to = None
 
     def forward(self, batch: Any, run: Callable[[], Any]) -> Any:
-        """One forward pass of the engine: ``run`` does it."""
+        """Run one forward pass of SGLang's ``batch`` by ``run``, and capture it if possible."""
         if (capture := self._capture) is None:
             return run()
         self._thread = get_ident()
@@ -122,7 +122,7 @@ class HiddenCapture:
             raise
 
     def _begin_step(self, capture: StagedCapture, batch: Any) -> Step | None:
-        """:meth:`_begin`, which may raise. None also notes the slots as not captured."""
+        """:meth:`_begin`, but may raise. A batch that cannot be captured leaves its slots void."""
         slots = _slots(batch)
         ids, positions = batch.input_ids, batch.positions
         if slots is None or slots.numel() == 0:
@@ -148,7 +148,7 @@ class HiddenCapture:
         return step
 
     def _end(self, capture: StagedCapture, step: Step, replayed: bool) -> None:
-        """Launch the transfer of a step's rows. ``replayed``: a CUDA graph was the forward pass."""
+        """Launch the transfer of a step's rows, or complain. ``replayed``: a CUDA graph ran it."""
         if capture.end(step, replayed=replayed):
             if not self._trial:
                 metrics.TOKENS.count("captured", step.tokens)
@@ -170,7 +170,7 @@ class HiddenCapture:
             self._take(index, args[0] if args else next(iter(kwargs.values()), None))
 
     def _take(self, index: int, hidden: object) -> None:
-        """Stage the projection input of layer ``index``, or divert it (:meth:`divert_to`)."""
+        """Stage ``hidden``, the projection input of layer ``index``, or divert it."""
         if get_ident() != self._thread:
             return  # a restore may project with attention modules on a thread of its own
         if self._diverted_to is not None:
@@ -268,7 +268,7 @@ class RecomputedRows:
 
     def save_rows(self, pages: Ids) -> torch.Tensor:
         """Copy the taken rows to physical ``pages`` (int64 ``[p]``) of the arena, on the current
-        stream. Returns a mask of pages that the codec holds, bool ``[p]``, still being copied."""
+        stream. Returns a mask of pages that the codec holds, bool ``[p]`` on the CPU, once done."""
         capture, rows, self._rows = self._capture, self._rows, None
         assert rows is not None
         layout = capture.arena.layout

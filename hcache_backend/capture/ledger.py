@@ -21,7 +21,7 @@ from hcache_backend.streams import Event, HostBuffer, HostBuffers, StreamFailed,
 
 @dataclass(eq=False)
 class Read:
-    """Device values that are wanted on the CPU; None until they arrive."""
+    """Device values that are wanted on the CPU, int64 ``[n]``; None until they arrive."""
 
     values: Ids | None = None
 
@@ -81,7 +81,7 @@ class Ledger:
         self._results: deque[StepResult] = deque()
 
     def pass_begins(self) -> None:
-        """Before the engine launches a forward pass: apply what is known of earlier ones."""
+        """Call before the engine launches a forward pass: tells the arena of earlier passes."""
         try:
             self.settle(wait=False)
         finally:
@@ -95,7 +95,7 @@ class Ledger:
         self._entries.append(_Entry(self.read(slots), self._arena.note_not_captured))
 
     def note_loaded(self, slots: torch.Tensor, host_pages: Ids) -> None:
-        """``slots`` will hold the tokens of ``host_pages``."""
+        """A load begins: ``slots`` will hold the tokens of ``host_pages`` (int64 ``[p]``)."""
         tickets = self._arena.tickets(host_pages)
         apply = partial(self._arena.note_loaded, host_pages=host_pages, tickets=tickets)
         self._entries.append(_Entry(self.read(slots), apply))
@@ -157,7 +157,7 @@ class Ledger:
         self.forget()
 
     def forget(self) -> None:
-        """Call when all slots were freed or all rows lost their meaning."""
+        """Drop what is known of captured rows: all slots were freed, or the weights changed."""
         self._entries.clear()
         # The device still writes to the buffers of these results.
         self._results = deque(result._replace(step=None) for result in self._results)

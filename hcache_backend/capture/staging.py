@@ -63,7 +63,7 @@ class Step:
 
 
 def encoding_memory(codec: Codec, device: torch.device) -> torch.Tensor | None:
-    """Memory for the rows that :func:`stored_rows` encodes at once on a GPU."""
+    """Memory for the rows that :func:`stored_rows` encodes at once on a GPU; None: not needed."""
     if codec.is_view or device.type != "cuda":
         return None
     rows = max(1, _AT_ONCE_BYTES // (codec.hidden_size * codec.dtype.itemsize))
@@ -73,10 +73,10 @@ def encoding_memory(codec: Codec, device: torch.device) -> torch.Tensor | None:
 def stored_rows(
     codec: Codec, rows: torch.Tensor, marks: torch.Tensor, out: torch.Tensor | None = None
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Yields a part of the layers, one of the tokens, and their staged rows (uint8 ``[layers,
-    tokens, codec.row_bytes]``) as pages hold them, on the current stream. ``rows``: uint8
-    ``[layers, n, row_bytes]``, contiguous by layer. ``marks`` (int64 ``[layers, n]``) become
-    :data:`WRONG_STEP` for rows that the codec cannot hold. ``out``: :func:`encoding_memory`."""
+    """Encode staged ``rows`` (uint8 ``[layers, n, row_bytes]``, contiguous by layer) part by part,
+    on the current stream. Yields a part of the layers, a part of the tokens, and their rows as
+    pages hold them, uint8 ``[layers, tokens, codec.row_bytes]``. ``marks`` (int64 ``[layers, n]``)
+    become :data:`WRONG_STEP` for rows that the codec cannot hold. ``out``: encoding_memory()."""
     tokens, everything = rows.shape[1], slice(None)
     if codec.is_view:
         yield everything, everything, rows
@@ -105,7 +105,7 @@ class Staging:
         self._take_memory()
         targets = torch.full((capacity,), NOWHERE, dtype=torch.int64, device=device)
         self._now = StepTargets(targets, torch.zeros(1, dtype=torch.int64, device=device))
-        self._step_targets = capacity, self._now.targets  # of so many rows, for each layer
+        self._step_targets = capacity, self._now.targets  # the targets of so many first rows
 
     def _take_memory(self) -> None:
         shape = (self.layers, self.capacity)
@@ -126,7 +126,7 @@ class Staging:
     def begin(
         self, tokens: TokenRows, step: int, ring_rows: range
     ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """``launch`` for :meth:`Ledger.begin_step`. ``ring_rows``: one a token; empty: no rows."""
+        """``launch`` for :meth:`Ledger.begin_step`. Rows go to ``ring_rows``; empty: nowhere."""
         return lambda table, copied: begin_rows(tokens, table, copied, self._now, step, ring_rows)
 
     def name_none(self) -> None:
@@ -145,7 +145,7 @@ class Staging:
         return matrix and shape[0] >= rows and shape[1] == self.width
 
     def stage(self, layer: int, hidden: torch.Tensor, rows: int) -> None:
-        """Copy the first ``rows`` of ``hidden`` to the staging rows that the present step has."""
+        """Copy the first ``rows`` of ``hidden`` to the staging rows of the present step."""
         if rows > self.capacity:
             return  # a recorded batch that is too large: its rows will lack their marks
         if self._step_targets[0] != rows:
@@ -226,8 +226,8 @@ class StagedCapture(Capture):
     def begin(
         self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
     ) -> Step | None:
-        """Stage what :meth:`take` gets until :meth:`end`: rows of these tokens (``[n]`` each, on
-        the device). Returns None if that is not possible: then the tokens are void."""
+        """Begin a step: until :meth:`end`, :meth:`take` stages rows of these tokens (int64 ``[n]``
+        each, on the device). Returns None if that is not possible: then the tokens are void."""
         self._step = None
         tokens = slots.numel()
         while self._in_flight and self._in_flight[0][2].query():
@@ -331,8 +331,8 @@ class StagedCapture(Capture):
         self._ring[-1] = part, self._transfer.record()
 
     def end(self, step: Step, *, replayed: bool) -> bool:
-        """Launch the transfer behind the forward pass; ``replayed``: a CUDA graph ran the pass, so
-        Python saw no layer. Returns True if the rows are promised; otherwise the rows stay void."""
+        """Launch the transfer of a step's rows behind the forward pass. ``replayed``: a CUDA graph
+        ran the pass, so Python saw no layer. False if a layer lacks rows: all rows stay void."""
         self._step = None
         if replayed and step.first is None:
             return False  # recorded copies know only the ring of rows

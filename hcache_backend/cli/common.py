@@ -89,7 +89,7 @@ def quantity(help: str) -> Any:
 
 
 def _count(text: object) -> int:
-    # The units are those of sizes in options. A default is a number already.
+    """A number of things from text such as "60K", with the units of sizes but without bytes."""
     with contextlib.suppress(ValidationError):
         if not str(text).lower().endswith(("b", "bytes")):
             return _COUNT.validate_python(text)
@@ -139,7 +139,7 @@ def table(title: str, *columns: str) -> Table:
 
 
 def listing(title: str, keys: str, rows: Iterable[Mapping[str, Any]]) -> Table:
-    """A table of rows as JSON has them; a key with ``#`` holds numbers."""
+    """A table of ``rows``. ``keys``: those shown, between spaces; a key with ``#`` has numbers."""
     result = table(title, *(key.replace("_", " ") for key in keys.split()))
     for row in rows:
         result.add_row(*(cell(key, row[key]) for key in keys.replace("#", "").split()))

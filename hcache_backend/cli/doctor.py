@@ -271,7 +271,7 @@ def config(
 
 
 def _read(file: Path) -> tuple[str, HCacheConfig, list[Check]]:
-    """What a file is, its options, and what may be wrong with it; raises ConfigError."""
+    """What a file is ("extra config", HCACHE_CONFIG), its options, and doubts; or ConfigError."""
     table: Any = options.load_table(f"@{str(file).removeprefix('@')}", "config")
     if not isinstance(table, dict) or table.keys().isdisjoint(options.OUR_KEYS):
         kind = options.CONFIG_VARIABLE

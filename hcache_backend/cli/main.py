@@ -23,7 +23,7 @@ class _Commands(TyperGroup):
         except BrokenPipeError:
             raise  # as in `hcache ls | head`; click ends quietly
         except (common.Failure, OSError, sqlite3.Error, ConfigError, UnicodeError) as error:
-            why = str(error).removeprefix("hcache: ")  # the table's name, and ours
+            why = str(error).removeprefix("hcache: ")  # some begin with it, as in a server's log
         message = Text.assemble(("hcache:", "red"), f" {common.printable(why)}")
         common.say(message, console=common.errors)
         raise typer.Exit(2)

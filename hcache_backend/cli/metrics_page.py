@@ -110,8 +110,8 @@ def parse(text: str) -> MetricsPage:
 
 def summary(page: MetricsPage, before: MetricsPage) -> dict[str, Any]:
     """The output of ``hcache top --json`` for a server: its state, totals, and rates since the page
-    ``before``. There are none since itself, and none if the server was started anew."""
-    seconds, rates = page.time - before.time, dict[str, dict[str, float]]()
+    ``before``. No rates (None) if that is the same page, or if the server was started anew."""
+    seconds, rates = page.time - before.time, dict[str, dict[str, float]]()  # by table and event
     for kind, now in page.counters.items() if seconds else ():
         rates[kind] = {k: (n - before.counters[kind].get(k, 0)) / seconds for k, n in now.items()}
     anew = any(rate < 0 for kind in rates.values() for rate in kind.values())

@@ -78,7 +78,7 @@ def plan(
 
 
 def _profile(hardware: str, ssds: int | None) -> Profile:
-    """The profile of ``--hardware``; raises a Failure or a ConfigError."""
+    """The profile of a preset or a file; ``ssds``: L3's disks. Raises a Failure or ConfigError."""
     if (preset := hardware.lower()) in PRESETS:
         return preset_profile(preset, ssds or 0)
     if not Path(hardware).exists():
@@ -158,7 +158,7 @@ def profile(
     config = common.settings(folders, dirs)
     if out is not None and not out.absolute().parent.is_dir():
         raise Failure(f"--out {out}: there is no folder {out.absolute().parent}")
-    measured = _measure(shape, config, seconds, hidden=as_json)
+    measured = _measure(shape, config, seconds, quiet=as_json)
     if out is not None:
         measured.save(out)
     common.output(measured.model_dump(mode="json"), as_json, lambda _: _show_profile(measured))
@@ -166,15 +166,15 @@ def profile(
         say(f"Written to {out}; use it with `hcache plan --model {model} --hardware {out}`.")
 
 
-def _measure(shape: ModelShape, config: HCacheConfig, seconds: float, *, hidden: bool) -> Profile:
-    # torch takes seconds to import, and the other commands do without it
-    import torch
+def _measure(shape: ModelShape, config: HCacheConfig, seconds: float, *, quiet: bool) -> Profile:
+    """Measure this machine, about ``seconds`` for each part; ``quiet``: without progress bar."""
+    import torch  # takes seconds, and the other commands do without it
 
     from hcache_backend.plan.measure import Bench, measure, read_rate
     from hcache_backend.streams import local_device
 
     dtype = torch.float32 if shape.element_bytes == 4 else torch.bfloat16
-    with common.progress_bar(hidden=hidden) as progress:
+    with common.progress_bar(hidden=quiet) as progress:
         task = progress.add_task("L3 folders", total=1 + len(_OPERATIONS))
         l3, direct = read_rate(config, shape, seconds)
         if not direct:

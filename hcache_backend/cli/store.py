@@ -226,7 +226,7 @@ def open_folder(path: Path, *, to_write: bool = False) -> closing[Folder]:
 
 
 def _entries(folder: Folder, namespace: str | None) -> Iterator[Entry]:
-    """The entries of ``folder`` whose namespace begins with these hexadecimal digits."""
+    """The entries of a folder whose namespace begins with these hexadecimal digits; None: all."""
     digits = (namespace or "").lower()
     return (e for e in folder.index.entries() if e.name.namespace.hex().startswith(digits))
 

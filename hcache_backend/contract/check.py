@@ -53,8 +53,6 @@ class Contract:
         problems = dict.fromkeys(fact for fact in facts if fact is not None)
         return ContractResult(len(facts), tuple(problems))
 
-    # ---- each yields a fact for each seam: None if it is as needed, otherwise the problem ----
-
     def _names(self) -> Iterator[str | None]:
         """For each name that we import or hook: None if SGLang has it, otherwise a problem."""
         for name in self._needs["names"]:
@@ -67,7 +65,7 @@ class Contract:
             yield None if self._class_has(owner, name) else f"{_short(owner)} has no {name}"
 
     def _calls(self) -> Iterator[str | None]:
-        """For each call: None if SGLang takes our arguments (``positional`` of them by place)."""
+        """For each call of ours: None if SGLang takes its arguments, otherwise a problem."""
         for name, positional, keywords in self._needs["calls"]:
             target, owner = self._source.find(name), self._source.find(name.rpartition(".")[0])
             if target is None or not isinstance(target.node, ast.ClassDef | ast.FunctionDef):
@@ -98,7 +96,8 @@ class Contract:
                 yield f"{_short(needs['base'])} wants a method {name}, which {ours} has not"
 
     def _attributes(self) -> Iterator[str | None]:
-        """For each attribute that we read of a variable (``owner``): None if one class has it."""
+        """For each attribute that we read of a variable, ``owner``: None if one of the ``classes``
+        that it may be of has it, or if SGLang's versions differ in it; otherwise a problem."""
         for owner, (classes, names) in self._needs["attributes"].items():
             known = set().union(*map(self.attributes_of, classes))
             for name in names:
@@ -107,14 +106,14 @@ class Contract:
                 yield None if exists else f"{owner}.{name} is not there"
 
     def _alternatives(self) -> Iterator[str | None]:
-        """For members of which each SGLang version has another one: None if one of them exists."""
+        """For each set of alternative members: None if one exists, otherwise a problem."""
         for members in self._needs["one of"]:
             split = (member.rpartition(".") for member in members)
             exists = any(self._class_has(owner, name) for owner, _, name in split)
             yield None if exists else f"there is none of {', '.join(map(_short, members))}"
 
     def _results(self) -> Iterator[str | None]:
-        """For each function of known return types: None if its annotation is one of them."""
+        """For each function: None if its result has one of the ``known`` types, or a problem."""
         for name, known in self._needs["results"].items():
             node = getattr(self._source.find(name), "node", None)
             if isinstance(node, ast.FunctionDef):

@@ -56,7 +56,7 @@ class Source:
         return next((node for node in named if isinstance(node, ast.FunctionDef)), None)
 
     def attributes(self, cls: Definition) -> set[str]:
-        """Methods, fields, and what any method assigns to its first parameter."""
+        """Names of methods and fields, and of what any method assigns to its first parameter."""
         if cls not in self._attributes:
             names = self._attributes[cls] = set()
             for definition in self.classes(cls):
@@ -80,7 +80,8 @@ class Source:
         }
 
     def parameters(self, called: Definition, *, bound: bool) -> Parameters:
-        """What a call of a function (``bound``: a method) or a class takes, without ``self``."""
+        """What a call of a function or a class takes: of a class the parameters of ``__init__``, or
+        the fields of a dataclass. ``bound``: without the first parameter (``self``)."""
         if not isinstance(called.node, ast.ClassDef):
             assert isinstance(called.node, ast.FunctionDef), called
             return Parameters.of_function(called.node, bound=bound)
@@ -195,7 +196,7 @@ class Parameters:
         return frozenset([*self.positional, *self.keyword_only])
 
     def problem_of_call(self, positional: int, keywords: Iterable[str]) -> str | None:
-        """Why it cannot be called so, or None. Whether anything is left out is not looked at."""
+        """Why a call with so many arguments by place, and these by name, fails; or None."""
         if positional > len(self.positional) and not self.more_positional:
             return f"takes {len(self.positional)} arguments by place and gets {positional}"
         unknown = [name for name in keywords if name not in self.names]
@@ -204,7 +205,7 @@ class Parameters:
         return None
 
     def problem_as_override(self, original: Parameters) -> str | None:
-        """Why it cannot stand for ``original``, or None."""
+        """Why a method with these parameters cannot override one with ``original``, or None."""
         for place, name in enumerate(original.positional):
             if place < len(self.positional):
                 if self.positional[place] != name:

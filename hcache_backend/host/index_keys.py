@@ -45,8 +45,8 @@ class IndexKeys:
         *,
         save: bool = False,
     ) -> None:
-        """Copy keys of ``layers``, if any, from ``offsets`` (by layer) in ``pages`` of ``memory``
-        to ``pool_parts``, parts of pages in the pool; ``save``: the other way. int64 ``[p]``."""
+        """Copy keys of ``layers`` (at least one has some) from ``offsets``, by layer, in ``pages``
+        of ``memory`` to ``pool_parts``, int64 ``[p]`` each; ``save``: the other way."""
         offset_of = dict(zip(layers, offsets, strict=True))
         keyed = self.layers_with_keys(layers)
         if pool_parts.is_cuda:  # by one launch
@@ -69,8 +69,8 @@ class IndexKeys:
         offsets: Sequence[int],
         out: torch.Tensor,
     ) -> None:
-        """Copy keys of ``layers``, if any, from ``offsets`` (by layer) in ``pages`` of ``memory``
-        (int64 ``[p]``) to ``out``: uint8, flat, in the order ``[layer with keys, page, byte]``."""
+        """Copy keys of ``layers`` (at least one has some) from ``offsets``, by layer, in ``pages``
+        of ``memory`` to ``out``: uint8, flat, in the order ``[layer with keys, page, byte]``."""
         offset_of = dict(zip(layers, offsets, strict=True))
         keyed = self.layers_with_keys(layers)
         rows = out.view(len(keyed), len(pages), -1)
