@@ -55,7 +55,7 @@ class Metric:
         return self._make()
 
     def event(self, labels: Mapping[str, str]) -> str:
-        """The event of a sample with these labels: ``events`` with the label as its group."""
+        """The event that a sample counts: ``events``, its group replaced by the label's value."""
         value = labels.get(self.labels[0], "") if self.labels else ""
         return re.sub(r"\(.*\)", lambda _: value, self.events)
 

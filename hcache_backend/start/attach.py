@@ -40,8 +40,8 @@ STARTED_WITHOUT_US = "the server was started without HCACHE_ENABLE=1"
 
 
 def bootstrap(runner: Any) -> None:
-    """Set a process up that has loaded its model: options, store, weights and hooks; the last step
-    registers :class:`.OwnPagesStrategy`. A wrong configuration stops the server."""
+    """Set up a process that has loaded its model: options, store, weights and hooks; the last step
+    registers :class:`.OwnPagesStrategy`. ``runner``: SGLang's. Wrong options stop the server."""
     args = resolved(runner.server_args)
     config, our_l3 = _start_options(args)
     runtime = remember(runner, config)
@@ -89,7 +89,7 @@ def bootstrap(runner: Any) -> None:
 
 
 def _start_options(args: Any) -> tuple[HCacheConfig | None, bool]:
-    """The options of a server that is started for us, otherwise None; whether its L3 is ours."""
+    """The options if a server with SGLang's ``args`` is to use us, or None; True if L3 is ours."""
     extra = storage_extra_config(args) if args.hicache_storage_backend == "dynamic" else {}
     our_l3 = options.OUR_BACKEND.items() <= extra.items()
     if not our_l3 and not os.environ.get(options.ENABLE_VARIABLE):
@@ -104,8 +104,8 @@ def _start_options(args: Any) -> tuple[HCacheConfig | None, bool]:
 
 
 def _watch_weights(runtime: Runtime) -> str | None:
-    """Fingerprint the weights, and notice what changes K and V: L3 is off if that cannot be
-    noticed. Returns the reason why updates of weights cannot, or None."""
+    """Fingerprint the weights, and notice from now on what changes K and V; L3 is off if something
+    could go unnoticed. Returns why updates of weights would go unnoticed, or None."""
     # With --startup-weight-load-mode overlap the weights are not there yet.
     late = getattr(runtime.runner, "startup_weight_load", None) is not None
     unseen = hooks.install(hooks.LATE_WEIGHTS) if late else None
@@ -124,8 +124,8 @@ def _watch_weights(runtime: Runtime) -> str | None:
 
 
 def _missing_seams(config: HCacheConfig) -> str | None:
-    """Why pages are plain with this SGLang: it is not a tested one, and a seam is not as in these,
-    or nobody wants to try. None: its self-checks decide, as with a tested one."""
+    """Why pages must be plain with this version of SGLang: it is not a tested one, and a seam is
+    not as in these, or option ``sglang`` forbids it. None: own pages may be tried."""
     if (other := untested()) is None:
         return None
     if config.sglang == "tested":
@@ -176,9 +176,9 @@ class Joined(NamedTuple, Generic[_Shared]):
 def join(
     storage_config: HiCacheStorageConfig, make_shared: _MakeShared[_Shared]
 ) -> Joined[_Shared]:
-    """Open the store for the running server, and the L3 that machines share, if option ``shared``
-    names one: ``make_shared`` makes it. All ranks call it at the same point. Raises ConfigError on
-    every rank if an option is wrong or cannot change now, or a folder cannot be used."""
+    """Open the page store for the running server, and the L3 that machines share, if option
+    ``shared`` names one (made by ``make_shared``). All ranks call this at the same point. Raises
+    ConfigError on every rank if an option is wrong or cannot change now, or a folder is no use."""
     joined: Joined[_Shared] | None = None
     error: Exception | None = None
     with ExitStack() as opened:
@@ -215,7 +215,7 @@ def leave_report(joined: Joined[Any], storage_config: HiCacheStorageConfig) -> N
 
 
 def publishes_events() -> bool:
-    """True if SGLang publishes KV events on this rank; logs why L3's are not published."""
+    """True if L3's KV events are to be published on this rank; logs why option ``events`` fails."""
     from sglang.srt.disaggregation.kv_events import is_kv_publisher_rank
     from sglang.srt.runtime_context import get_observability
 
@@ -287,7 +287,7 @@ def open_store(config: HCacheConfig, writer: bytes) -> PageStore:
 def _join_here(
     storage_config: HiCacheStorageConfig, make_shared: _MakeShared[_Shared], opened: ExitStack
 ) -> Joined[_Shared]:
-    """:func:`join` on this rank alone; ``opened`` closes its parts if another rank fails."""
+    """:func:`join` for this rank; ``opened`` closes store and shared L3 if another rank fails."""
     runtime = current()
     fields = kv_fields(runtime.runner)
     config, store = runtime.options.config, runtime.store
@@ -358,7 +358,7 @@ def _wait_for_loads(runtime: Runtime) -> None:
 def _agree(
     storage_config: HiCacheStorageConfig, joined: Joined[Any] | None, error: Exception | None
 ) -> None:
-    """Raise on every rank if one found a problem; then read the weights together."""
+    """Raise ConfigError on every rank if one has an ``error``. Then read weights not yet known."""
     rank = f"tensor-parallel rank {storage_config.tp_rank}"
     if storage_config.pp_size > 1:
         rank += f" of pipeline stage {storage_config.pp_rank}"

@@ -328,7 +328,7 @@ class Start:
             check_copies(variant, layout.kv)
 
     def _look_at_model(self, layout: Layout, plugin: Krul, slots: torch.Tensor) -> None:
-        """Let the plug-in look at the model, with K and V of the self-check in ``slots``."""
+        """Let ``plugin`` run the model to choose pairs; first on self-check tokens in ``slots``."""
 
         def observer() -> Recomputer:
             refuse(HIDDEN, self.server, install(hooks.HIDDEN))
@@ -345,7 +345,7 @@ class Start:
             logger.warning("hcache: all pages have one layout: %s", refused)
 
     def _check_capture(self, plan: HiddenPlan) -> None:
-        """Take hidden states to pages and back, also by CUDA graphs; Refused if K or V differ."""
+        """Try capture and restore of a few pages, also by CUDA graphs; Refused if K or V differ."""
         kvcache, projector, ranks = self._kvcache, self.projector, self._params.tp_cache_group
         order = CollectiveOrder(kvcache.device) if attention_ranks().world_size > 1 else None
         check = self.step(CaptureCheck, plan, projector, order)
@@ -363,8 +363,8 @@ class Start:
         return self.step(observe, run, modules, learn_calls=learn_calls)
 
     def _page_recomputer(self, layout: Layout) -> Recomputer | None:
-        """Runs the model for the first pages of a hit while the others are read from L3. None: all
-        pages are read, and ``unused`` has the reason."""
+        """What recomputes the first pages of a hit while the others are read from L3. None: all
+        pages are read from L3, and ``runtime.options.unused`` has the reason."""
         unused, reason = self._runtime.options.unused, None
         self._runtime.pages.recomputation = None
         unused.pop(RECOMPUTATION, None)
@@ -409,7 +409,7 @@ class Start:
                 )
 
         try:
-            # Ranks that have it run the model together.
+            # All ranks or none: ranks run the model together.
             other_attention = all_or_none((group,), attention)
             recomputer = make_recomputer(runner, kvcache, methods.chunk_tokens, other_attention)
             result = all_or_none((group,), check)
@@ -432,7 +432,7 @@ class Start:
         return recomputer
 
     def _choose_methods(self) -> Restore:
-        """The way in which each layer is stored; raises Refused if none has hidden states."""
+        """How each layer is stored; Refused if hidden states are of no use, by its partition."""
         config, methods = self._config, layer_methods(self._runtime, self._kvcache)
         chosen = config.mode == "auto" and config.partition == "auto"
         if not methods.layers("hidden") and (chosen or not methods.layers("recompute")):
@@ -456,8 +456,8 @@ def _shard_of(exchange: Exchange | None) -> Shard:
 def build_stack(
     runtime: Runtime, server: Server, params: Any, plan: PagePlan, projector: Projector
 ) -> AbstractContextManager[None]:
-    """Within the block SGLang's strategy builds HiCache's components around our host pool and our
-    controller, as the plan says."""
+    """A context in which SGLang's strategy builds HiCache's components around our host pool and our
+    controller. These, and all that they use, are made here by ``plan``."""
     layout, kvcache, config = plan.layout, plan.layout.kvcache, server.config
     weights, alone = runtime.weights, params.pp_size == 1
     ranks, allocator = attention_ranks(), params.token_to_kv_pool_allocator
@@ -551,7 +551,7 @@ def _service_checks(
     projector: Projector,
     order: CollectiveOrder | None,
 ) -> tuple[KVChecks, ServiceChecks | None]:
-    """Checks of K and V, and of hidden states, which look at what ``pool`` backs up."""
+    """Checks of K and V, and of hidden states (None: there are none), that ``pool`` backs up."""
     layout, codec, interval, checks = plan.layout, plan.layout.codec, config.check_every_pages, None
     kv_checks = KVChecks(weights, pool, interval, layout.kv)
     if layout.kv.layers:  # in hidden mode a load may recompute layers whose K and V are stored
@@ -641,7 +641,7 @@ GRAPH_HOOKS = [Hook(_GRAPHS, _before_graphs)]  # some versions lack the place
 
 
 def record_copies(runtime: Runtime, runner: Any) -> None:
-    """Make hooks and staging before SGLang records CUDA graphs. Raises only SystemExit."""
+    """Make capture hooks and staging before SGLang records CUDA graphs, which then copy to it."""
     if runner.device == "cpu" or getattr(runner, "is_draft_worker", False) or graphs_are_off():
         return
     config = runtime.options.config
@@ -670,8 +670,8 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
 
 
 def check_recording(runtime: Runtime, hidden: torch.Tensor) -> HiddenCapture:
-    """Capture hooks of the recorded CUDA graphs; without staging if none are recorded. Raises
-    Refused if they do not capture rows like those of ``hidden``, ``[n, hidden]``."""
+    """The capture hooks of the recorded CUDA graphs; hooks without staging if no graph is recorded.
+    Raises Refused if graphs do not copy rows like those of ``hidden``, ``[n, hidden]``."""
     hooks, why = runtime.forwards.capture, runtime.forwards.no_capture
     if runtime.runner.device == "cpu" or graphs_are_off():
         return hooks

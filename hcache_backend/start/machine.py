@@ -37,9 +37,9 @@ _Decision = tuple[Partition, str]  # and the reason
 
 
 def layer_methods(runtime: Runtime, kvcache: Any) -> Restore:
-    """The storage of each layer: by the options, otherwise the store's record, otherwise the
-    profile, which only the first rank of the first stage finds. All ranks must ask first at the
-    same point. The server stops if option ``partition`` or ``profile`` is wrong."""
+    """The storage of each layer: by the options, otherwise by the store's record, otherwise by the
+    profile. All ranks must make the first call, which decides, at the same point. The server stops
+    if option ``partition`` or ``profile`` is wrong."""
     if runtime.pages.layer_methods is None:
         runtime.pages.layer_methods = _choose_methods(runtime, kvcache)
     return runtime.pages.layer_methods
@@ -59,7 +59,7 @@ def _choose_methods(runtime: Runtime, kvcache: Any) -> Restore:
     stage_layers = {"first_layer": kvcache.start_layer, "layers": layers}
     key = weights.namespace_of(weights.present, any_ranks=True, kind="partition", **stage_layers)
     name = record_name(key)
-    ours = runtime.store is not None or args.hicache_storage_backend is None  # or may become so
+    ours = runtime.store is not None or args.hicache_storage_backend is None  # L3, or may become so
     recorded = find_record(config.dirs, name) if ours and stage.is_first_rank else None
     recorded = stage.all_gather_object(recorded)[0]
     decision = known_partition(wanted, recorded)
@@ -147,7 +147,7 @@ def fixed_partition(config: HCacheConfig, layers: int) -> Partition | None:
 
 
 def known_partition(wanted: Partition | None, recorded: PartitionRecord | None) -> _Decision | None:
-    """The partition of the options, otherwise of the store's record; None: undecided."""
+    """The partition of the options, otherwise of the store's record, with a reason; or None."""
     if recorded is None:
         return None if wanted is None else (wanted, "by an option")
     partition, reason = recorded.partition, recorded.reason
@@ -164,7 +164,7 @@ def known_partition(wanted: Partition | None, recorded: PartitionRecord | None) 
 def _fastest_partition(
     restore: Restore, tokens: int, l3: L3Path, leaves_room: Callable[[Partition], bool]
 ) -> _Decision:
-    """The partition with the fastest restores by the profile, of those that leave room."""
+    """The partition, of those that leave room, with the fastest restores by the profile; why."""
     assert restore.profile is not None
     partition = restore.fastest(tokens, l3)
     reason = f"the best for {tokens} tokens by the profile of {restore.profile.device}"
@@ -178,7 +178,7 @@ def _fastest_partition(
 
 
 def settle(dirs: Sequence[Path], name: str, record: PartitionRecord) -> PartitionRecord:
-    """Write ``record`` to the store; returns the store's: another server may have been faster."""
+    """Write ``record`` to the store; returns the record there, maybe of a faster server."""
     try:
         save_record(dirs[0], name, record)
     except OSError as error:
@@ -224,7 +224,7 @@ def find_profile(
 def _measure(
     config: HCacheConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype
 ) -> Profile:
-    """Measure a quick profile of this machine, with the speed of L3 on one rank."""
+    """Measure a quick profile of this machine for ``shape``; the first rank measures L3, too."""
     logger.debug("hcache: partition: measuring a quick profile of this machine")
     l3: Rate | None = None
     try:  # data-parallel groups measure at once, and would share the disk: one does, others learn
@@ -270,8 +270,8 @@ def judge_hits(runtime: Runtime, config: HCacheConfig, backend: str | None = Non
 
 
 def may_judge(runtime: Runtime, config: HCacheConfig) -> bool:
-    """True if hits are judged and measured. Removes the gate; until another is set every hit is
-    read. Without host pages of their own prefetches end in other ways than the gate can follow."""
+    """True if this server can judge and measure L3 hits; the reason is logged if a seam is missing.
+    Removes the present gate of hits: until another is set every hit is read."""
     runtime.hit_gate = None
     if refusal(JUDGING, Server(runtime.runner, config)) is not None:
         return False

@@ -134,8 +134,8 @@ class HiddenPlan(PagePlan):
 
 
 def find_room(layout: Layout, host_share: float = 1.0) -> HostPages:
-    """Divide host memory; raises Refused without room there, or for restores on the device.
-    ``host_share``: of --hicache-size for these pages; side pools get the rest."""
+    """The number of host pages and shadows for ``layout``; raises Refused if host memory, or device
+    memory for restores, is too small. ``host_share`` of --hicache-size is for these pages."""
     memory, device = get_memory(), layout.kvcache.device
     size, ratio = memory.hicache_size * host_share, memory.hicache_ratio
     host = plan_host_pages(
@@ -155,7 +155,7 @@ def find_room(layout: Layout, host_share: float = 1.0) -> HostPages:
 
 
 def projection_memory(layout: Layout, codec: Codec, projector: Projector) -> ProjectionMemory:
-    """Memory for the longest projection, none on a CPU; Refused without room."""
+    """Device memory for the longest projection, none on a CPU; raises Refused without room."""
     device = torch.device(layout.kvcache.device)
     if device.type != "cuda":
         return ProjectionMemory()
@@ -190,8 +190,8 @@ def namespace_fields(layout: Layout, runner: Any) -> dict[str, object]:
 
 def make_exchange(what: str, must_agree: Sequence[torch.Tensor], page_size: int) -> Exchange | None:
     """The exchange of token shards between ranks, which all call it; None if pages are whole.
-    Refused on every rank if ``must_agree``, which is ``what``, differs between them, or shards do
-    not get across."""
+    Raises Refused on every rank if tensors ``must_agree`` (``what``, for the message) differ
+    between ranks, or a trial exchange fails."""
     ranks = attention_ranks()
     number, shards = shard_of_rank(ranks.rank_in_group, ranks.world_size, page_size)
     if shards == 1:
@@ -235,7 +235,7 @@ def wanted_codec(config: HCacheConfig, runner: Any) -> Codec:
 
 
 def kv_codec(server: Server, shard: Shard, groups: int, stages: int) -> str:
-    """The codec of K and V by the option, ``none`` if it does not take their shape (logged)."""
+    """The codec of K and V by the option; "none" (logged) if it does not take their shape."""
     try:
         return _encoding_segments(server, shard, groups, stages).codec
     except UnsupportedRows as error:
@@ -293,7 +293,7 @@ def _checked_codec(name: str, observed: ObservedPass, projector: Projector) -> C
     fits = torch.ones(len(observed.positions), dtype=torch.bool, device=observed.positions.device)
 
     def problem_of(layer: AttentionLayer, hidden: torch.Tensor) -> str | None:
-        """The problem if encoded rows project to other K and V; clears ``fits`` of lost tokens."""
+        """A message if encoded rows project to other K and V; clears ``fits`` of lost tokens."""
         encoded, encodable = codec.encode(hidden)
         fits.logical_and_(encodable)
         # Rows that are not encodable are not stored, so they cannot come back wrong.

@@ -32,7 +32,7 @@ def strategy_of(kvcache: Any, *, own_pages: bool = False) -> assembler.StackStra
 
 
 def share_of_size(kvcache: Any, params: Any) -> float:
-    """Part of ``--hicache-size`` that the layers get which attend to all tokens, as in SGLang."""
+    """Share of ``--hicache-size`` for layers that attend to all tokens, as in SGLang; 1.0: all."""
     if type(kvcache) not in _HYBRID or get_memory().hicache_size <= 0:
         return 1.0
     windows = type(kvcache) is SWAKVPool
