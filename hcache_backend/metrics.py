@@ -34,22 +34,22 @@ ALL: list[Metric] = []
 
 class Metric:
     """One metric, registered at its first use, after SGLang has named the folder for it. Metrics
-    are in files, which can fail: that never raises. ``name`` is without the ending of counters;
-    ``events`` is a regular expression whose group is the label's value; ``options`` of ``kind``."""
+    are in files, which can fail: that never raises. ``name`` is without the ending of counters."""
 
     def __init__(
         self, kind: Any, name: str, text: str, *labels: str, events: str = "(.+)", **options: Any
     ) -> None:
+        """``events``: a regular expression; its group is the label's value. ``kind``: a class."""
         self.name, self.labels, self.events = name, labels, events
         self.counters: Sequence[Metric] = (self,)
-        self._make = lambda: kind(name, text, labels, **options)
-        self._mode = options.get("multiprocess_mode")
+        self._make = lambda: kind(name, text, labels, **options)  # registers it
+        self._mode = options.get("multiprocess_mode")  # of gauges
         self._series: dict[tuple[str, ...], Any] = {}  # to look one up takes longer than to count
         ALL.append(self)
 
     @cached_property
     def family(self) -> Any:
-        if self._mode is not None and values.ValueClass._multiprocess:
+        if self._mode is not None and values.ValueClass._multiprocess:  # gauges are in files
             with _holding:
                 _take_file(self._mode)
         return self._make()
@@ -105,7 +105,7 @@ class Events:
             Metric(Counter, name, text, *label, events=events)
             for name, events, text, *label in counters
         ]
-        self._found: dict[str, tuple[Metric, tuple[str, ...]]] = {}
+        self._found: dict[str, tuple[Metric, tuple[str, ...]]] = {}  # counter and labels by event
 
     def count(self, event: str, number: float = 1) -> None:
         if event not in self._found:
@@ -307,8 +307,8 @@ class StoreCounters:
     def __init__(self, stats: StoreStats) -> None:
         self._stats = stats
         self._lock = threading.Lock()
-        self._published = dict.fromkeys(stats.snapshot(), 0)
-        stats.on_room = self._show_room
+        self._published = dict.fromkeys(stats.snapshot(), 0)  # counts that were passed on
+        stats.on_room = self._show_room  # called with the bytes of each folder
 
     def publish(self) -> None:
         """Pass on all counts since the last call. Any thread."""

@@ -33,10 +33,10 @@ class HiddenCapture:
     def __init__(self, layers: Sequence[tuple[torch.nn.Module, Iterable[torch.nn.Module]]]) -> None:
         self.staging: Staging | None = None  # recorded CUDA graphs copy to it
         self._capture: StagedCapture | None = None  # None until its check has passed
-        self._trial = self._tokens_only = False
-        self._diverted_to: Callable[[int, object], None] | None = None
-        self._thread = get_ident()
-        self._called = [False] * len(layers)
+        self._trial = self._tokens_only = False  # nothing is counted; only token ids, no embeddings
+        self._diverted_to: Callable[[int, object], None] | None = None  # instead of the capture
+        self._thread = get_ident()  # of forward passes
+        self._called = [False] * len(layers)  # and no linear module of the layer was fed yet
         self._hooks: list[Any] = []
         self._complained = self._noted_unfit = False
         for index, (module, linears) in enumerate(layers):
@@ -209,7 +209,7 @@ class _InputHook:
     """Has ``module.forward`` first call ``on_input`` with the first argument of its call."""
 
     def __init__(self, module: torch.nn.Module, on_input: Callable[[object], None]) -> None:
-        self._module, self._before = module, vars(module).get("forward")
+        self._module, self._before = module, vars(module).get("forward")  # None: of the class
         forward = module.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -251,7 +251,7 @@ class RecomputedRows:
             shape = self._staging.layers, tokens, self._staging.width
             device = recompute.slots.device
             self._rows = torch.empty(shape, dtype=self._staging.dtype, device=device)
-            self._seen = [0] * len(self._rows)
+            self._seen = [0] * len(self._rows)  # rows so far, by layer
             with self._hooks.divert_to(self._take):
                 recompute.fill()
             if any(seen != tokens for seen in self._seen):

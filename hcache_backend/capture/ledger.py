@@ -75,10 +75,10 @@ class Ledger:
         self.transfer_ms = 0.0  # of stage two
         self.buffers = HostBuffers(device)
         self._arena, self._device = arena, device
-        self._wanted: list[tuple[Read, torch.Tensor]] = []
-        self._copies: deque[_Copy] = deque()
-        self._entries: deque[_Entry] = deque()
-        self._results: deque[StepResult] = deque()
+        self._wanted: list[tuple[Read, torch.Tensor]] = []  # the next pass copies these to the CPU
+        self._copies: deque[_Copy] = deque()  # under way
+        self._entries: deque[_Entry] = deque()  # calls to the arena, which wait for copies
+        self._results: deque[StepResult] = deque()  # of steps, on their way
 
     def pass_begins(self) -> None:
         """Call before the engine launches a forward pass: tells the arena of earlier passes."""

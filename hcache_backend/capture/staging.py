@@ -92,12 +92,12 @@ def stored_rows(
 
 
 class Staging:
-    """Device memory that rows pass through. It exists before CUDA graphs, which keep its addresses.
-    ``layers``: captured ones, or 0. ``width``: values of a row."""
+    """Device memory that rows pass through, made before CUDA graphs, which keep its addresses."""
 
     def __init__(
         self, layers: int, width: int, dtype: torch.dtype, capacity: int, device: torch.device | str
     ) -> None:
+        """``layers``: number of captured ones, or 0. ``width``: values of a row."""
         self.layers, self.width, self.dtype = layers, width, dtype
         self.row_bytes = width * dtype.itemsize
         self.capacity = capacity  # tokens; CUDA graphs of larger batches are not captured
@@ -105,7 +105,7 @@ class Staging:
         self._take_memory()
         targets = torch.full((capacity,), NOWHERE, dtype=torch.int64, device=device)
         self._now = StepTargets(targets, torch.zeros(1, dtype=torch.int64, device=device))
-        self._step_targets = capacity, self._now.targets  # the targets of so many first rows
+        self._step_targets = capacity, self._now.targets  # staging rows of so many tokens
 
     def _take_memory(self) -> None:
         shape = (self.layers, self.capacity)
@@ -364,7 +364,7 @@ class StagedCapture(Capture):
 
         def save() -> None:
             encoded = stored_rows(self.codec, rows, marks, self._encoded)
-            # Without rows only slots, positions and tokens are wanted.
+            # There are no rows if no layer is captured: only ``then`` is done.
             for layer_part, token_part, stored in encoded if rows.numel() else ():
                 part, offsets, size = slots[token_part], segments[layer_part], layout.page_size
                 save_rows(stored, part, self._shadows, self.memory, offsets, size, layout.kept)
@@ -397,7 +397,7 @@ class StagedCapture(Capture):
 
     def free_all(self) -> None:
         with suppress(StreamFailed):
-            self.transfers().synchronize()
+            self.transfers().synchronize()  # they write to host pages
         self.ledger.forget()
         super().free_all()
 

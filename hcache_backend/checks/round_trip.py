@@ -138,12 +138,12 @@ def check_lossy(kv: KVSegments, layout: PageLayout, slots: torch.Tensor, most: f
 
 class CaptureCheck:
     """A few pages that go from the model to host memory and on to other slots, as in service, also
-    by the CUDA graphs that serve. All tensor-parallel ranks must take its steps, in their order.
-    ``order``: of collectives of restores and of forward passes; None: there is one rank."""
+    by the CUDA graphs that serve. All tensor-parallel ranks must take its steps, in their order."""
 
     def __init__(
         self, plan: HiddenPages, projector: Projector, order: CollectiveOrder | None
     ) -> None:
+        """Take the memory for a few pages. ``order``: of collectives; None: there is one rank."""
         layout, device = plan.layout.page, plan.layout.kvcache.device
         self._plan, self._layout, self._codec = plan, plan.layout, plan.codec
         self._pages = np.arange(-(-CHECK_TOKENS // layout.page_size))  # in host memory

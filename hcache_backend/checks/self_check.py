@@ -379,8 +379,7 @@ class Finding:
 
 
 class LayerSpecs:
-    """Gives the projector its specs, at start and after every update of the weights. ``group``: of
-    the tensor-parallel ranks. ``limit``: largest number of positions. ``projection``: a report."""
+    """Gives the projector its specs, at start and after every update of the weights."""
 
     def __init__(
         self,
@@ -390,10 +389,11 @@ class LayerSpecs:
         group: Group,
         limit: int,
     ) -> None:
-        self.projection: list[LayerGroup] = []
+        """``group``: of the tensor-parallel ranks. ``limit``: largest number of positions."""
+        self.projection: list[LayerGroup] = []  # the report: layers that are projected alike
         self._weights, self._observed, self._projector = weights, observed, projector
-        self._group, self._limit, self._stale = group, limit, False
-        self._findings: list[Finding] = []
+        self._group, self._limit, self._stale = group, limit, False  # stale: of earlier weights
+        self._findings: list[Finding] = []  # by layer
 
     def find(self) -> None:
         """Look for the spec of every layer on this rank; all ranks call it. Raises Refused if not

@@ -57,7 +57,7 @@ class _Pace:
 
     @property
     def rested(self) -> bool:
-        """True if a check may work now."""
+        """True if a check may work now: checks have not used up their share of the time."""
         now = time.perf_counter()
         earned = (now - self._updated) * _SHARE
         self._seconds_left = min(_BURST_SECONDS, self._seconds_left + earned)
@@ -66,7 +66,7 @@ class _Pace:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Count the time of the block as a check's."""
+        """Count the processor time of the block against the share of checks."""
         start = time.thread_time()  # others may have the processor meanwhile
         try:
             yield
@@ -94,10 +94,10 @@ class _Checks(ABC, Generic[_Layer, _Remaining]):
         self, weights: ModelWeights, pool: HostPool, interval: int, layers: Sequence[_Layer]
     ) -> None:
         self.failed = False
-        self._weights, self._pool, self._layers = weights, pool, deque(layers)
-        self._interval = interval
+        self._weights, self._pool, self._layers = weights, pool, deque(layers)  # next one first
+        self._interval = interval  # one of so many pages of transfers is checked; 0: none
         self._pages_before = 0  # pages until the next one that is chosen
-        self._waiting: deque[_Check[_Remaining]] = deque()
+        self._waiting: deque[_Check[_Remaining]] = deque()  # for results, in order
         self._buffers = HostBuffers(pool.device_pool.device)
         self._pace = _Pace()
         self._tired = False  # no check begins: on a rank they have had their share of time
@@ -186,8 +186,8 @@ class KVChecks(_Checks[int, _Part]):
     ) -> None:
         super().__init__(weights, pool, interval, kv.layers)
         self._kv = kv
-        self._compares = False  # in the last turn; the same on every rank
-        self._wrong: str | None = None  # on this rank
+        self._compares = False  # a part was compared in the last turn; the same on every rank
+        self._wrong: str | None = None  # why that part is wrong, on this rank
 
     def _parts(self, host_page: int, layers: Sequence[int]) -> deque[_Part]:
         """For each part of each segment of the page: the layers that share the segment, the place
@@ -204,7 +204,7 @@ class KVChecks(_Checks[int, _Part]):
         check.buffer = self._to_host(self._kv.read_plain(layers, slots))
 
     def propose_checks(self, turn: Turn) -> None:
-        """Propose three flags: the first page arrived, checks may work, the last part was right."""
+        """Propose to ranks: the first page arrived, checks may work, the last part was right."""
         self._proposal = None
         if not self.failed and (self._waiting or self._tired or self._compares):
             arrived = bool(self._waiting) and self._has_arrived(self._waiting[0])
@@ -259,9 +259,7 @@ class KVChecks(_Checks[int, _Part]):
 class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
     """Projects a sample of backups with hidden states and compares them with the pool. With a spec
     each rank projects its own shard of a page's tokens, with its own heads. An attention module may
-    exchange every token with other ranks, so all ranks get the whole page. ``exchange``: between
-    ranks that share tokens; None: pages are whole. ``order``: keeps collectives apart from those of
-    forward passes; None: there are none."""
+    exchange every token with other ranks, so all ranks get the whole page."""
 
     def __init__(
         self,
@@ -274,10 +272,12 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
         exchange: Exchange | None,
         order: CollectiveOrder | None,
     ) -> None:
+        """``interval``: of pages of backups, 0: no check. ``exchange``: between ranks that share
+        tokens; None: pages are whole. ``order``: of collectives; None: there is one rank."""
         super().__init__(weights, pool, interval, hidden_layers)
         self._codec, self._projector = codec, projector
         self._exchange, self._order = exchange, order
-        self._shards: torch.Tensor | None = None
+        self._shards: torch.Tensor | None = None  # memory for a segment of the whole page
         if exchange is not None and hidden_layers:
             # Taken now: a rank without memory for it would leave the others in a collective.
             shard = pool.page_layout.segment(hidden_layers[0].index)
@@ -287,7 +287,7 @@ class ServiceChecks(_Checks[AttentionLayer, AttentionLayer]):
         weights.on_weights_changed.append(self.drop_waiting)
 
     def propose_checks(self, turn: Turn) -> None:
-        """Propose flags: checks may work; for each first one, it arrived, its rows are complete."""
+        """Propose to ranks: checks may work; each of the first ones arrived, its page is whole."""
         self._proposal = None
         if self._waiting or self._tired:
             flags = []

@@ -197,7 +197,7 @@ def _show_profile(measured: Profile) -> None:
     for name, title in _OPERATIONS.items():
         rate: Rate = getattr(measured, name)
         speed = _rate(rate.per_second, "B/s" if name in ("hidden_copy", "kv_load") else "FLOP/s")
-        tokens, seconds = max(measured.points[name])
+        tokens, seconds = max(measured.points[name])  # the most tokens that were tried
         fixed = f"{rate.seconds * 1e6:,.0f}"
         layer.add_row(title, speed, fixed, f"{tokens:,}", f"{seconds * 1e3:,.2f}")
     head = f"{measured.device}, {measured.dtype}, {measured.date}\n"

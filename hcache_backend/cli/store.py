@@ -55,7 +55,7 @@ def _folder_stats(path: Path) -> dict[str, Any]:
                 space["codec"] = codecs_of(path / "pages" / entry.name.bucket / entry.name.file)
             space["pages"] += 1
             space["bytes"] += entry.file_bytes
-            space["last_used"] = max(space["last_used"], entry.rank / 1e9)
+            space["last_used"] = max(space["last_used"], entry.rank / 1e9)  # rank: nanoseconds
         report = read_report(path)
         return {
             "folder": str(path),

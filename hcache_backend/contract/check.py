@@ -50,7 +50,7 @@ class Contract:
     def check(self) -> ContractResult:
         checks = self._names, self._members, self._calls, self._overrides, self._attributes
         facts = [fact for check in (*checks, self._alternatives, self._results) for fact in check()]
-        problems = dict.fromkeys(fact for fact in facts if fact is not None)
+        problems = dict.fromkeys(fact for fact in facts if fact is not None)  # each once
         return ContractResult(len(facts), tuple(problems))
 
     def _names(self) -> Iterator[str | None]:

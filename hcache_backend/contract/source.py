@@ -23,9 +23,9 @@ class Source:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._modules: dict[str, ast.Module | None] = {}
-        self._names: dict[str, dict[str, ast.stmt]] = {}
-        self._attributes: dict[Definition, set[str]] = {}
+        self._modules: dict[str, ast.Module | None] = {}  # by dotted name; None: there is no such
+        self._names: dict[str, dict[str, ast.stmt]] = {}  # of a module, with their statements
+        self._attributes: dict[Definition, set[str]] = {}  # of a class
 
     def find(self, dotted: str) -> Definition | None:
         """What ``package.module.name`` or ``package.module.Class.name`` is, or None."""
@@ -182,7 +182,7 @@ class Parameters:
 
     @classmethod
     def of_function(cls, function: ast.FunctionDef, *, bound: bool) -> Parameters:
-        args = function.args
+        args = function.args  # without the first one, ``self``, if ``bound``
         names = [argument.arg for argument in (*args.posonlyargs, *args.args)]
         return cls(
             tuple(names[1:] if bound and not _has_decorator(function, "staticmethod") else names),

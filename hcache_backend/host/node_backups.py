@@ -84,7 +84,7 @@ class NodeBackups:
             self._layouts.propose_answer(turn)
 
     def apply_layouts(self) -> None:
-        """Launch backups that need not wait any more."""
+        """The ranks have agreed: launch the backups that need not wait any more."""
         chosen = self._layouts is not None and self._layouts.apply_answer()
         if self.settle_when_idle() or chosen:
             self._start()
@@ -112,7 +112,7 @@ class NodeBackups:
 
     def launch(self, queue: Sequence[Any], *, may_wait: bool) -> list[Ids]:
         """Let HiCache copy the backups that are ready; returns the host pages of each. ``queue`` is
-        HiCache's, of nodes that its tree knows by now."""
+        HiCache's, of nodes in its tree. Without ``may_wait`` no node waits for its own layout."""
         self._capture.settle()
         if self._layouts is not None:
             for operation in queue[self._layouts.nodes :]:

@@ -65,9 +65,9 @@ class KVSegments:
         # Tokens of a page that this rank keeps, and the first of them.
         self._tokens = page_size // shard.of if self.latent else page_size
         self._first = shard.number * self._tokens if self.latent else 0
-        self._ranks, self._whole_groups = shard.of, groups
-        self._groups = 1 if self.latent else groups // shard.of
-        first = int(kvcache.layer_num) if drafts else 0
+        self._ranks, self._whole_groups = shard.of, groups  # groups of heads, of all ranks
+        self._groups = 1 if self.latent else groups // shard.of  # of this rank
+        first = int(kvcache.layer_num) if drafts else 0  # number of the first draft layer
         self.layers = (*layers, *range(first, first + len(self.drafts)))
         kind = LATENT if self.latent else KV
         self._encoder = None
@@ -78,8 +78,8 @@ class KVSegments:
         pools = {layer: self._of_layer(index_keys_of, layer) for layer in self.layers}
         key_pools = {layer: pool for layer, pool in pools.items() if pool is not None}
         self.keys = IndexKeys(key_pools, page_size, shard.of)
-        self._tables: dict[tuple[int, ...], LayerTable] = {}
-        self._rings: dict[str, Ring] = {}
+        self._tables: dict[tuple[int, ...], LayerTable] = {}  # addresses for kernels
+        self._rings: dict[str, Ring] = {}  # memory for encoded pages, to "save" and to "load"
 
     def layout(self, layers: Sequence[StoredLayer], shard: Shard) -> PageLayout:
         """The layout of pages with ``layers``; those of K and V are from :meth:`stored_layer`."""
@@ -166,7 +166,7 @@ class KVSegments:
         """How ``layer`` gets to the pool: by a copy; of shared tokens by a gather, and a fill."""
         if self.shares_tokens:
             return RestoredLayer("kv", self._fill, self._gather)
-        launches = 1 if self._encoder is None else 2
+        launches = 1 if self._encoder is None else 2  # of kernels: copy, decode
         return RestoredLayer("kv", copy=self.load, launches=launches, by_header=self.by_header)
 
     def _gather(
@@ -227,8 +227,8 @@ class KVSegments:
     def _decode(
         self, layers: Sequence[int], segments: Callable[[slice], torch.Tensor], held: torch.Tensor
     ) -> None:
-        """Decode ``layers`` to ``held``, pages of the pool on the CPU. ``segments(part)``: encoded
-        bytes of that part of ``layers``, uint8 ``[layers, p, segment_bytes]``; saves memory."""
+        """Decode ``layers`` to ``held``, pages of the pool on the CPU. ``segments(part)`` gives the
+        bytes of that part of ``layers``, uint8 ``[layers, p, segment_bytes]``, to save memory."""
         assert self._encoder is not None
         at_once = max(1, self._encoder.at_once // max(1, len(held)))
         for start in range(0, len(layers), at_once):
@@ -292,7 +292,7 @@ class KVSegments:
         pages: torch.Tensor,
         offsets: Sequence[int],
     ) -> None:
-        """On the CPU: copy, or decode, ``layers`` from ``pages`` of ``memory`` to the pool."""
+        """On the CPU: copy, or decode, ``layers`` from ``offsets`` in ``pages`` to the pool."""
         encoder = self._encoder
         if encoder is None:
             for layer, offset in zip(layers, offsets, strict=True):

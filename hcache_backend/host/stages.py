@@ -38,7 +38,7 @@ class PipelineStages(Generic[_Value]):
     def __init__(self, group: Group) -> None:
         self._group = group
         self._queued: SimpleQueue[tuple[_Value, Future[list[_Value]]]] = SimpleQueue()
-        if group is not None:
+        if group is not None:  # otherwise there is one stage
             threading.Thread(target=self._exchange, name="hcache-stages", daemon=True).start()
 
     def gather(self, value: _Value) -> Future[list[_Value]]:
@@ -90,10 +90,10 @@ class StagePages:
                 self._decided.append(SimpleQueue())
                 name, send = f"hcache-stage-{stage}", partial(self._send_decisions, stage)
                 threading.Thread(target=send, name=name, daemon=True).start()
-        self._backups = self._confirmed = 0
-        self._backup_of: Ids = np.zeros(self._host_pages, np.int64)
-        self._unsent: deque[Ids] = deque()
-        self._exchanged: deque[tuple[int, Future[list[_BackupState]]]] = deque()
+        self._backups = self._confirmed = 0  # numbers of the last one, of the last known to all
+        self._backup_of: Ids = np.zeros(self._host_pages, np.int64)  # its number, by host page
+        self._unsent: deque[Ids] = deque()  # pages of backups whose state is not known here
+        self._exchanged: deque[tuple[int, Future[list[_BackupState]]]] = deque()  # by number
 
     def backed_up(self, host_pages: Ids) -> None:
         """The next backup went to ``host_pages`` (int64 ``[pages]``), on every stage."""
@@ -119,7 +119,7 @@ class StagePages:
             self._note_states(number, gathered)
 
     def have(self, host_pages: Ids) -> bool:
-        """True if the first stage knows that all stages have ``host_pages``; True on others."""
+        """True if all stages have ``host_pages``, as far as the first knows; on others always."""
         if self.alone or not self._is_first:
             return True
         return bool((self._backup_of[host_pages] <= self._confirmed).all())

@@ -147,8 +147,8 @@ class Start:
     def __init__(self, runtime: Runtime, kvcache: Any, params: Any) -> None:
         assert runtime.options.config is not None
         self._runtime, self._config, self._runner = runtime, runtime.options.config, runtime.runner
-        self._kvcache, self._params = full_attention(kvcache), params
-        self._host_share = share_of_size(kvcache, params)
+        self._kvcache, self._params = full_attention(kvcache), params  # of a hybrid model one pool
+        self._host_share = share_of_size(kvcache, params)  # of --hicache-size, for own pages
         self.server = Server(runtime.runner, self._config, self._kvcache)
         self.projector = Projector(PagedPool(self._kvcache), self._kvcache.layer_num)
 
@@ -330,7 +330,7 @@ class Start:
     def _look_at_model(self, layout: Layout, plugin: Krul, slots: torch.Tensor) -> None:
         """Let ``plugin`` run the model to choose pairs; first on self-check tokens in ``slots``."""
 
-        def observer() -> Recomputer:
+        def tried_observer() -> Recomputer:
             refuse(HIDDEN, self.server, install(hooks.HIDDEN))
             recomputer = make_recomputer(self._runner, layout.kvcache, layout.methods.chunk_tokens)
             ids = check_tokens(self._runner.model_config.vocab_size, len(slots))
@@ -340,7 +340,7 @@ class Start:
         try:
             # SGLang's state of a batch (of LoRA adapters, say) would be that of another one.
             self.step(refuse, HIDDEN, self.server)
-            plugin.observer = self.step(observer)
+            plugin.observer = self.step(tried_observer)
         except Refused as refused:
             logger.warning("hcache: all pages have one layout: %s", refused)
 
@@ -397,7 +397,7 @@ class Start:
             refuse(RECOMPUTATION, self.server, install(hooks.RECOMPUTE))
             return None if substitute is None else passes.make_attention(runner, substitute)
 
-        def check() -> Recomputed:
+        def exactness_of_layers() -> Recomputed:
             with passes.attending_by(runner, other_attention):
                 return check_recompute(
                     partial(run_again, runner),
@@ -412,7 +412,7 @@ class Start:
             # All ranks or none: ranks run the model together.
             other_attention = all_or_none((group,), attention)
             recomputer = make_recomputer(runner, kvcache, methods.chunk_tokens, other_attention)
-            result = all_or_none((group,), check)
+            result = all_or_none((group,), exactness_of_layers)
             [recomputer.layers] = smallest(group, result.layers)
             all_exact = recomputer.layers == layers
             if all_layers_needed and not all_exact:

@@ -111,20 +111,20 @@ class HiddenPlan(PagePlan):
     def restored_layers(self, projector: Projector) -> list[RestoredLayer]:
         """How each layer comes back; hidden states are decoded and projected to the pool."""
 
-        def fill(
+        def decode_and_project(
             layer: AttentionLayer,
             _: range,
             segments: torch.Tensor,
             positions: torch.Tensor,
             slots: torch.Tensor,
         ) -> None:
-            rows, product = self.projection
+            rows, product = self.projection  # memory for these; None: it is allocated
             rows = self.codec.decode(segments.view(-1, self.codec.row_bytes), rows)
             projector.project_to_pool(layer, rows, positions, slots, product=product)
 
         restored = super().restored_layers(projector)
         for layer in self.layout.hidden_layers:
-            restored[layer.index] = RestoredLayer("hidden", partial(fill, layer))
+            restored[layer.index] = RestoredLayer("hidden", partial(decode_and_project, layer))
         return restored
 
     def capture(self, arena: Arena, memory: torch.Tensor) -> StagedCapture:

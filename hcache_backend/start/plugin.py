@@ -9,7 +9,7 @@ LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
 
 def activate() -> None:
-    """Register the hook."""
+    """Have SGLang call :func:`_after_load_model` once a process has loaded a model."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(LOAD_MODEL, _after_load_model, HookType.AFTER)
