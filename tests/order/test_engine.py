@@ -220,7 +220,7 @@ UNFIT = "rows_do_not_fit"
 """Of the values only a part fits when encoded."""
 KINDS = ("mixed", "kv")
 SCENARIOS = {
-    "conversations": Scenario(conversations, lambda found: found["steps"] > 200, EVERY),
+    "conversations": Scenario(conversations, lambda found: found["steps"] > 150, EVERY),
     "pressure": Scenario(pressure, partitions=EVERY),
     "pressure, encoded": Scenario(pressure, partitions=KINDS, codec="exp4", fault=UNFIT),
     "conversations, encoded": Scenario(conversations, partitions=KINDS, codec="exp4", fault=UNFIT),
