@@ -67,8 +67,9 @@ class OwnPagesController(HybridCacheController, Controller):
         self.node_backups = stack.backups(self, self.start_writing)
         self.trusts = stack.trusts
         self.checks = [each for each in (stack.checks, stack.kv_checks) if each is not None]
-        batches = BatchedReads(self._pool.page_size, self._runtime.l3)
-        self._batches = None if self.eager is None else batches
+        self._batches: BatchedReads | None = None
+        if self.eager is not None:
+            self._batches = BatchedReads(self._pool.page_size, self._runtime.l3)
         self.prefix: Prefix = lambda: None  # slots of the tokens before a load; None: unknown
         self._never_loaded = False  # True: host pages that no load can use are to be evicted
         super().__init__(*hicache, **arguments)
