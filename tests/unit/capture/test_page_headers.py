@@ -31,12 +31,11 @@ class Host:
             page_namespace=lambda weights=None: PRESENT,
             page_namespaces=lambda: (PRESENT,),
         )
-        self.fill(8, PRESENT)
+        self.fill(8)
         self.captured = captured
 
-    def fill(self, first: int, namespace: bytes) -> None:
-        """Let rows of positions from ``first`` on come to the pages, made by other weights."""
-        self.arena._present = lambda: namespace
+    def fill(self, first: int) -> None:
+        """Let rows of positions from ``first`` on come to the pages."""
         positions = np.arange(first, first + 3 * SIZE)
         self.arena.settle(PAGES, self.arena.expect_recomputed(PAGES, positions, TOKENS))
 
@@ -169,7 +168,7 @@ def test_rope_tables_have_a_row_for_every_position(
     refused: list[tuple[str, float]] = []
     monkeypatch.setattr(metrics.L3_TOKENS, "count", lambda *event: refused.append(event))
     host = Host(captured=True)
-    host.fill(first, PRESENT)
+    host.fill(first)
     assert host.headers.may_project(PAGES) == fine
     host.seal()
     pages = host.verified()
