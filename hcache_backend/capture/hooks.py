@@ -69,7 +69,7 @@ class HiddenCapture:
 
     @contextmanager
     def capture_trial(self, capture: StagedCapture) -> Iterator[None]:
-        """Within the block every forward pass is captured, and not counted."""
+        """Within the block ``capture`` captures every forward pass; metrics do not count them."""
         self._capture, self._trial = capture, True
         try:
             yield
@@ -78,7 +78,7 @@ class HiddenCapture:
 
     @contextmanager
     def divert_to(self, take: Callable[[int, object], None]) -> Iterator[None]:
-        """Within the block ``take(layer, hidden)`` gets the inputs instead; it may raise."""
+        """Within the block ``take(layer, hidden)`` gets the inputs of projections; it may raise."""
         self._diverted_to = take
         try:
             yield
@@ -122,7 +122,7 @@ class HiddenCapture:
             raise
 
     def _begin_step(self, capture: StagedCapture, batch: Any) -> Step | None:
-        """:meth:`_begin`, but may raise. A batch that cannot be captured leaves its slots void."""
+        """Begin to capture ``batch``; None if it lacks what pages need, which voids its slots."""
         slots = _slots(batch)
         ids, positions = batch.input_ids, batch.positions
         if slots is None or slots.numel() == 0:

@@ -170,7 +170,7 @@ class Ledger:
         return read
 
     def _forget_allocation_of(self, slots: torch.Tensor) -> None:
-        """Drop the allocation that a step repeats: for the arena a step allocates its slots too."""
+        """Drop the last note if it is the allocation of a step's ``slots``: a step is one, too."""
         if self._wanted and self._entries:
             [read, values], last = self._wanted[-1], self._entries[-1]
             is_same = values.data_ptr() == slots.data_ptr() and values.shape == slots.shape

@@ -253,7 +253,7 @@ class StagedCapture(Capture):
         self.ledger.copy_wanted()
 
     def give_up_step(self) -> None:
-        """Call if :meth:`begin` raised: a recorded graph that runs all the same writes nothing."""
+        """Call if :meth:`begin` raised: recorded graphs, which run all the same, copy nothing."""
         self._step = None
         try:
             self._staging.name_none()
@@ -311,7 +311,7 @@ class StagedCapture(Capture):
                 self._move_layer(step, layer, hidden[: step.tokens])
 
     def _move_layer(self, step: Step, layer: int, hidden: torch.Tensor) -> None:
-        """Both stages of one layer, for a step that uses staging as a ring of layers."""
+        """Copy one layer to staging and from there to the arena: a long step's ring of layers."""
         assert self._ring is not None
         now = current_stream(self.device)
         self._ring.rotate(-1)

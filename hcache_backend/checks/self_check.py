@@ -309,7 +309,7 @@ def check_recompute(
 
 @contextmanager
 def keep_rows(buffers: Sequence[torch.Tensor], rows: torch.Tensor) -> Iterator[None]:
-    """Let ``buffers`` have the same ``rows`` (int64 ``[n]``) behind the block as before it."""
+    """After the block, put ``rows`` (int64 ``[n]``) of ``buffers`` back as they were before it."""
     contents = [buffer[rows] for buffer in buffers]
     try:
         yield

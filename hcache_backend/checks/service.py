@@ -143,7 +143,7 @@ class _Checks(ABC, Generic[_Layer, _Remaining]):
         """Begin to fill the buffer of ``check``, by the pool's ``slots`` of its page; may raise."""
 
     def _choose(self, pages: int) -> int | None:
-        """Index of the page to check among the next ``pages`` pages of transfers; None: none."""
+        """Index of the page to check, one of ``_interval``, in a transfer of ``pages``, or None."""
         if self._interval == 0:
             return None
         if self._pages_before >= pages:

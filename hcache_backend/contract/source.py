@@ -128,7 +128,7 @@ class Source:
         return owner  # a variable: whatever it holds is not looked at
 
     def _lookup(self, module: str, dotted: str) -> Definition | None:
-        """``name`` or ``name.member`` as the code of ``module`` sees it."""
+        """The definition of ``name`` or ``name.member`` in the code of ``module``, or None."""
         name, _, rest = dotted.partition(".")
         statement = self._names_of(module).get(name)
         if statement is None:

@@ -81,7 +81,7 @@ class LoadQueue:
         return None if self.stored_from and load.span is None else load
 
     def add_load(self, load: QueuedLoad) -> None:
-        """SGLang queued ``load``."""
+        """SGLang queued ``load``: the next :meth:`launch` is to include it."""
         if load.prepared is not None and load.prepared.restores:
             self._pipeline.mark_handed_out()
         self._queued.append(load)

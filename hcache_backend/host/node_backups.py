@@ -78,7 +78,7 @@ class NodeBackups:
         self._tree: Any = None  # SGLang's, with the nodes whose layouts are chosen
 
     def propose_layouts(self, turn: Turn) -> None:
-        """Propose the layouts that are chosen."""
+        """Add to this ``turn`` of the ranks what this rank knows of the layouts of nodes."""
         if self._layouts is not None:
             self._tree = turn.cache.tree_core
             self._layouts.propose_answer(turn)
@@ -105,7 +105,7 @@ class NodeBackups:
         return None
 
     def add_backup(self, backup: Backup, host_pages: Ids) -> None:
-        """HiCache queued ``backup``, to ``host_pages``."""
+        """HiCache queued ``backup``, to ``host_pages`` (int64 ``[p]``), which are empty so far."""
         backup.host_pages = host_pages
         self._pool.arena.expect(host_pages)
         self._waiting.append(backup)
@@ -207,7 +207,7 @@ class CapturedBackups(NodeBackups):
         self._capture.back_up(slots.values, backup.host_pages)
 
     def _problem(self, slots: Read) -> str | None:
-        """Reason why a node in ``slots`` cannot be backed up, or None."""
+        """Reason why a node, whose tokens are in ``slots``, cannot be backed up, or None."""
         if slots.values is None:
             return self._ended() or "capture broke"
         return self._ended() or self._pool.arena.problem(slots.values)

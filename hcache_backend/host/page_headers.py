@@ -96,7 +96,7 @@ class PageHeaders:
         return len(host_pages)
 
     def may_project(self, host_pages: Ids) -> bool:
-        """True if all captured pages are of the present weights, and have positions of RoPE."""
+        """True for K and V, and for hidden states of present weights at positions that RoPE has."""
         if not self._captured or self._weights.quarantine is not None:
             return not self._captured
         present = self._weights.page_namespaces()
@@ -105,6 +105,6 @@ class PageHeaders:
         return ours and all(map(self._has_valid_positions, pages))
 
     def _has_valid_positions(self, page: Bytes) -> bool:
-        """Kernels look positions up in RoPE tables, and cannot check them."""
+        """True if RoPE tables, which kernels read unchecked, have all positions of the page."""
         positions = self._layout.positions(page)
         return bool(0 <= positions.min() <= positions.max() < self._positions)

@@ -86,7 +86,7 @@ class KVSegments:
         return PageLayout(self.page_size, tuple(layers), shard)
 
     def stored_layer(self, layer: int) -> StoredLayer:
-        """Storage of one layer in whole pages."""
+        """Segments of one layer in whole pages, with the parts of all ranks, and their codec."""
         planes, encoder = self.planes(layer), self._encoder
         itemsize = planes[0].dtype.itemsize
         if self.latent:
@@ -336,9 +336,9 @@ class KVSegments:
     def holds(
         self, segments: torch.Tensor, plain: torch.Tensor, part: int, layout: PageLayout, layer: int
     ) -> bool:
-        """True if a part of the slot of ``layer`` in a page of this ``layout`` (its bytes are
-        ``segments``) stands for the values of the pool (``plain``: :meth:`read_plain`), by the
-        reference: to the bit, or within the promise of a lossy codec. Both uint8, on the CPU."""
+        """True if ``part`` of a layer's bytes in a page (``segments``) stands for its values in the
+        pool (``plain``, of :meth:`read_plain`), by the codec's reference: to the bit, or within the
+        promise of a lossy codec. Both uint8, on the CPU. ``layout``: of the page."""
         if self._encoder is None:
             return torch.equal(segments, plain)
         keys = self.keys.bytes_of(layer)  # at the end of both

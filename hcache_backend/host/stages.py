@@ -42,7 +42,7 @@ class PipelineStages(Generic[_Value]):
             threading.Thread(target=self._exchange, name="hcache-stages", daemon=True).start()
 
     def gather(self, value: _Value) -> Future[list[_Value]]:
-        """Values of all stages (pickled), in order, once each has given one; every stage must."""
+        """A future of the values of all stages, in their order; every stage must give one."""
         future: Future[list[_Value]] = Future()
         if self._group is None:
             future.set_result([value])
@@ -141,7 +141,7 @@ class StagePages:
             dist.send(message, group_dst=stage, group=self._group)
 
     def _note_states(self, number: int, gathered: Future[list[_BackupState]]) -> None:
-        """Backup ``number`` is known on all stages: its pages are lost if a stage lacks them."""
+        """All stages sent their state of backup ``number``: its pages are lost if one lacks them."""
         try:
             stages = gathered.result()
         except Exception as error:

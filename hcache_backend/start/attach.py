@@ -196,7 +196,7 @@ def join(
 
 
 def leave_report(joined: Joined[Any], storage_config: HiCacheStorageConfig) -> None:
-    """Write the server's report and its decisions to the store folders; raises OSError."""
+    """Write the server's report, partition and profile to the store folders; raises OSError."""
     if storage_config.tp_rank != 0:
         return
     runtime, folders, started = joined.runtime, joined.config.dirs, joined.runtime.options
@@ -265,7 +265,7 @@ def check_model(architecture: str) -> None:
 
 
 def warn_of_single_tokens(tokens: int) -> None:
-    """Warn if ``--page-size`` was forgotten: a page has as many ``tokens``."""
+    """Warn if a page has one token: ``--page-size`` was forgotten. ``tokens``: of a page."""
     if tokens == 1:
         logger.warning(
             "hcache: the page size is 1: every token becomes a file, and pages of hidden states "
@@ -358,7 +358,7 @@ def _wait_for_loads(runtime: Runtime) -> None:
 def _agree(
     storage_config: HiCacheStorageConfig, joined: Joined[Any] | None, error: Exception | None
 ) -> None:
-    """Raise ConfigError on every rank if one has an ``error``. Then read weights not yet known."""
+    """Raise ConfigError on all ranks if one has an ``error``; read weights if one has not yet."""
     rank = f"tensor-parallel rank {storage_config.tp_rank}"
     if storage_config.pp_size > 1:
         rank += f" of pipeline stage {storage_config.pp_rank}"

@@ -432,7 +432,7 @@ class Start:
         return recomputer
 
     def _choose_methods(self) -> Restore:
-        """How each layer is stored; Refused if hidden states are of no use, by its partition."""
+        """How each layer is stored; Refused if by the chosen partition none has hidden states."""
         config, methods = self._config, layer_methods(self._runtime, self._kvcache)
         chosen = config.mode == "auto" and config.partition == "auto"
         if not methods.layers("hidden") and (chosen or not methods.layers("recompute")):
@@ -457,7 +457,7 @@ def build_stack(
     runtime: Runtime, server: Server, params: Any, plan: PagePlan, projector: Projector
 ) -> AbstractContextManager[None]:
     """A context in which SGLang's strategy builds HiCache's components around our host pool and our
-    controller. These, and all that they use, are made here by ``plan``."""
+    controller. These, and what they need, are made here, as ``plan`` says."""
     layout, kvcache, config = plan.layout, plan.layout.kvcache, server.config
     weights, alone = runtime.weights, params.pp_size == 1
     ranks, allocator = attention_ranks(), params.token_to_kv_pool_allocator
@@ -551,7 +551,7 @@ def _service_checks(
     projector: Projector,
     order: CollectiveOrder | None,
 ) -> tuple[KVChecks, ServiceChecks | None]:
-    """Checks of K and V, and of hidden states (None: there are none), that ``pool`` backs up."""
+    """Start the checks of what ``pool`` backs up: K and V, hidden states (None: there are none)."""
     layout, codec, interval, checks = plan.layout, plan.layout.codec, config.check_every_pages, None
     kv_checks = KVChecks(weights, pool, interval, layout.kv)
     if layout.kv.layers:  # in hidden mode a load may recompute layers whose K and V are stored

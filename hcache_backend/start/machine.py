@@ -147,7 +147,7 @@ def fixed_partition(config: HCacheConfig, layers: int) -> Partition | None:
 
 
 def known_partition(wanted: Partition | None, recorded: PartitionRecord | None) -> _Decision | None:
-    """The partition of the options, otherwise of the store's record, with a reason; or None."""
+    """The partition of the options, otherwise of the store's record, and why; None: neither has."""
     if recorded is None:
         return None if wanted is None else (wanted, "by an option")
     partition, reason = recorded.partition, recorded.reason
@@ -164,7 +164,7 @@ def known_partition(wanted: Partition | None, recorded: PartitionRecord | None) 
 def _fastest_partition(
     restore: Restore, tokens: int, l3: L3Path, leaves_room: Callable[[Partition], bool]
 ) -> _Decision:
-    """The partition, of those that leave room, with the fastest restores by the profile; why."""
+    """The partition with the fastest restores by the profile, of those that leave room; and why."""
     assert restore.profile is not None
     partition = restore.fastest(tokens, l3)
     reason = f"the best for {tokens} tokens by the profile of {restore.profile.device}"

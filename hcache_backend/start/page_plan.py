@@ -76,7 +76,7 @@ class PagePlan:
     def pipeline(
         self, memory: torch.Tensor, projector: Projector, order: CollectiveOrder | None
     ) -> RestorePipeline:
-        """Restores of these pages, whose bytes are ``memory``."""
+        """Restores of these pages, whose bytes are ``memory``. ``order``: of their collectives."""
         layout, layers = self.layout, self.restored_layers(projector)
         most, device = layout.methods.chunk_tokens, layout.kvcache.device
         return RestorePipeline(memory, layout.page, layers, most, device, layout.exchange, order)
@@ -255,7 +255,7 @@ def encoded_share(server: Server, stages: int) -> float:
 
 
 def _encoding_segments(server: Server, shard: Shard, groups: int, stages: int) -> KVSegments:
-    """K and V of all layers by option ``codec``; raises UnsupportedRows."""
+    """What copies K and V of all layers, encoded by option ``codec``; raises UnsupportedRows."""
     config, kvcache = server.config, server.kvcache
     codec = codec_of_option(config, planes_of(kvcache, 0)[0].dtype)
     if codec != "none" and stages > 1:  # a stage cannot tell the others what it could not keep

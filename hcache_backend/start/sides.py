@@ -24,8 +24,8 @@ _HYBRID: dict[type, type[assembler.StackStrategy]] = {
 
 
 def strategy_of(kvcache: Any, *, own_pages: bool = False) -> assembler.StackStrategy:
-    """SGLang's strategy for a KV pool of a class of models that can have own pages. An indexer's
-    keys (DSA) are in ``own_pages`` pages, and otherwise in a side pool."""
+    """SGLang's strategy that builds host pools for ``kvcache``, of a class that can have own pages.
+    ``own_pages``: these hold the keys of an indexer (DSA), too; otherwise a side pool does."""
     if type(kvcache) is DSATokenToKVPool and not own_pages:
         return assembler._DsaStrategy()
     return _HYBRID.get(type(kvcache), assembler._PlainKvStrategy)()
