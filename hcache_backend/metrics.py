@@ -115,7 +115,7 @@ class Events:
         metric.do("inc", *labels, amount=max(0, number))
 
     def add(self, **numbers: int) -> None:
-        """Count events, each so many times; those that happened are shown."""
+        """Count each named event so many times; an event that never happened has no series."""
         for event, number in numbers.items():
             if number:
                 self.count(event, number)

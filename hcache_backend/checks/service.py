@@ -160,7 +160,7 @@ class _Checks(ABC, Generic[_Layer, _Remaining]):
         return buffer
 
     def _finish(self, check: _Check[_Remaining]) -> None:
-        """Count a page that was compared, and give its buffer back."""
+        """Count the page of ``check`` as compared, and give its buffer back for another check."""
         metrics.TOKENS.count("checked", self._pool.page_size)
         if check.buffer is not None:
             self._buffers.give_back(check.buffer)

@@ -75,7 +75,7 @@ def settings(*dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
 
 
 def existing_store(*dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
-    """As :func:`settings`; raises a Failure if a folder is no store."""
+    """The environment's options, and over them a command's; Failure if a folder is no store."""
     config = settings(*dirs, **options)
     for path in config.dirs:
         if not is_store_folder(path):
@@ -147,7 +147,7 @@ def listing(title: str, keys: str, rows: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def cell(key: str, value: Any) -> str:
-    """A value of JSON as people read it."""
+    """``value`` of JSON as people read it; its ``key`` says if it is a time, bytes or a number."""
     if isinstance(value, str):
         return value[: _DIGITS.get(key, len(value))]
     if value is None or isinstance(value, bool):

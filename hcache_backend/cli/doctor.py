@@ -208,7 +208,7 @@ def _check_machine() -> Iterator[Check]:
 
 
 def _check_kvikio(config: HCacheConfig) -> Check:
-    mode, why = kvikio_state()
+    mode, why = kvikio_state()  # how KvikIO reads files on this machine, or "nothing"
     if config.reader == "posix":
         return Check("KvikIO", "skip", f"{why}; not needed (reader: posix)")
     if mode == "nothing":

@@ -234,7 +234,7 @@ def page_layout(
     codec: PlannedCodec = "auto",
     tp: int = 1,
 ) -> PageLayout:
-    """The layout of the first rank's pages; arguments as of :func:`sizing`."""
+    """The layout of the first rank's pages of a ``model`` (without a codec) served in ``dtype``."""
     from hcache_backend.restore.exchange import shard_of_rank
 
     heads = _heads_of_rank(model, tp)

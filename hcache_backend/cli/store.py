@@ -136,7 +136,7 @@ def verify(
 
 
 def _verify_path(path: Path, bar: Progress, rebuild: bool, repair: bool) -> dict[str, Any]:
-    """The findings in a folder as JSON, and the number of files that the index adopted."""
+    """The findings in a folder as JSON, with the number of files that a new index adopted."""
     task, adopted = bar.add_task(str(path), total=None), 0
 
     def report(done: int, total: int) -> None:

@@ -141,7 +141,7 @@ class StagePages:
             dist.send(message, group_dst=stage, group=self._group)
 
     def _note_states(self, number: int, gathered: Future[list[_BackupState]]) -> None:
-        """All stages sent their state of backup ``number``: its pages are lost if one lacks them."""
+        """All stages sent states of backup ``number``: its pages are lost if one lacks them."""
         try:
             stages = gathered.result()
         except Exception as error:

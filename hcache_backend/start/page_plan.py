@@ -169,7 +169,7 @@ def projection_memory(layout: Layout, codec: Codec, projector: Projector) -> Pro
 
 
 def namespace_fields(layout: Layout, runner: Any) -> dict[str, object]:
-    """Fields of the namespace of pages besides the weights. ``runner``: SGLang's."""
+    """What a namespace depends on besides the weights: no page of other fields can be used."""
     fields: dict[str, object] = {
         "kind": "own",
         "partition": list(layout.methods.methods),
@@ -328,7 +328,7 @@ def kv_bytes_per_token(kvcache: Any) -> int:
 
 
 def host_bytes(kvcache: Any, size_gb: float, ratio: float) -> float:
-    """Bytes of host memory for HiCache; arguments as in :func:`plan_host_pages`."""
+    """Bytes of host memory for HiCache: ``size_gb``, or if that is 0 ``ratio`` times the pool's."""
     return size_gb * 1e9 if size_gb > 0 else ratio * kvcache.size * kv_bytes_per_token(kvcache)
 
 
@@ -361,7 +361,7 @@ def plan_host_pages(
     option = f"--hicache-size {size_gb} (GB)" if size_gb > 0 else f"--hicache-ratio {ratio}"
 
     def option_for(size: float, more: int) -> str:
-        """The option for ``size`` bytes, or the next larger value (``more``: 1)."""
+        """The option that gives at most ``size`` bytes (``more``: 0), or at least so many (1)."""
         if size_gb > 0:
             return f"--hicache-size {int(size // 1e9) + more}"
         hundredths = int(100 * size / kvcache.size / kv_bytes_per_token(kvcache)) + more
